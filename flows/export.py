@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from flows.lifecycle.secrets import take_secrets
-from infra.checkpoints.manifest import best_version
+from infra.checkpoints.files import best_version
 from infra.checkpoints.model import write_model_folder
 from infra.checkpoints.store import CheckpointStore, open_checkpoints
 from infra.storage.runs import RunDirectory

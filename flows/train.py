@@ -15,7 +15,7 @@ from prefect.runtime import flow_run
 
 from flows.lifecycle.cancellation import Notice, cancellable, run_until, sigterm_only_told, terminable
 from flows.lifecycle.outages import call_through_outages
-from flows.lifecycle.ray_connection import SETTLE_SECONDS, connect, while_ray_lives
+from flows.lifecycle.session import SETTLE_SECONDS, connect, while_ray_lives
 from flows.recovery import (
     change_config,
     drop_outdated_ledger,

@@ -1,4 +1,4 @@
-"""Handles of stored rows: chunks, segments over them, and per-row lengths.
+"""Handles of stored rows: chunks, segments over them, and per-row lengths; the store's usage and traffic.
 
 A batch has N rows. Its columns come in groups. A group has an ordered list of chunks, whose rows are concatenated, and
 the segments of that concatenation that make up the batch's rows, in order.
@@ -6,10 +6,12 @@ the segments of that concatenation that make up the batch's rows, in order.
 
 import re
 from binascii import a2b_base64, b2a_base64
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    ConfigDict,
     Field,
     NonNegativeInt,
     ValidationInfo,
@@ -188,3 +190,37 @@ class BatchHandle(Frozen):
     def chunks(self) -> tuple[ChunkRef, ...]:
         """All chunks of all column groups, each once."""
         return tuple(dict.fromkeys(chunk for group in self.groups for chunk in group.chunks))
+
+
+class StoreUsage(Frozen):
+    """What the column store holds of open steps, as its index counts it over all clients."""
+
+    model_config = ConfigDict(extra="ignore")  # reports of earlier versions have fields that are gone
+
+    num_chunks: NonNegativeInt
+    num_rows: NonNegativeInt
+    num_bytes: NonNegativeInt
+    peak_bytes: NonNegativeInt
+    capacity_bytes: NonNegativeInt
+    open_steps: tuple[int, ...] = ()  # in order
+
+
+class StoreTraffic(Frozen):
+    """One process's puts into the column store and reads from it, over some period."""
+
+    num_puts: NonNegativeInt = 0
+    put_bytes: NonNegativeInt = 0
+    put_seconds: float = 0.0
+    num_reads: NonNegativeInt = 0
+    read_bytes: NonNegativeInt = 0  # of the returned columns, whether mapped or copied
+    read_seconds: float = 0.0
+
+    @classmethod
+    def total(cls, parts: "Iterable[StoreTraffic]") -> "StoreTraffic":
+        """Add the traffic of several processes or periods."""
+        columns = zip(*((value for _, value in part) for part in parts), strict=True)
+        return cls(**dict(zip(cls.model_fields, map(sum, columns), strict=False)))
+
+    def __add__(self, other: "StoreTraffic") -> "StoreTraffic":
+        theirs = dict(other)
+        return StoreTraffic(**{name: value + theirs[name] for name, value in self})

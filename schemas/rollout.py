@@ -10,12 +10,11 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, model_validator
 
 from schemas.base import Frozen
-from schemas.batch import BatchHandle, ChunkRef, EncodedInts
+from schemas.batch import BatchHandle, ChunkRef, EncodedInts, StoreTraffic
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.errors import RewardFailureError
 from schemas.metrics import Max, Mean, Metrics, merge_metrics
 from schemas.packed import Packed, PackedFloats, PackedInts
-from schemas.store import StoreTraffic
 
 FinishReason = Literal["stop", "length"]
 

@@ -7,13 +7,12 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from schemas.base import Frozen
-from schemas.batch import BatchHandle, ColumnGroup, EncodedInts, SafeName
+from schemas.batch import BatchHandle, ColumnGroup, EncodedInts, SafeName, StoreTraffic, StoreUsage
 from schemas.config.run import RunConfig
 from schemas.metrics import Metrics
 from schemas.placement import GpuPhase, PhaseMemory
 from schemas.plan import StepPlan
 from schemas.rollout import FinishReason, PutResult, SourceResults
-from schemas.store import StoreTraffic, StoreUsage
 from schemas.summary import LengthHistogram
 from schemas.weights import WeightsTransfer
 

@@ -9,10 +9,9 @@ from infra.stores.step_columns import publish_handle
 from rl_core.advantages import prepare_updates
 from rl_core.columns.jagged import jagged
 from rl_core.views import select, with_column
-from schemas.batch import BatchHandle, ChunkKey
+from schemas.batch import BatchHandle, ChunkKey, StoreTraffic
 from schemas.rollout import RolloutHandle
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, StoredBatch
-from schemas.store import StoreTraffic
 from tasks.stage import stage
 
 

@@ -27,8 +27,8 @@ from benchmarks.step.peer import TrlRuns
 from benchmarks.step.workload import PATHS, QUICK, WARM_UP_STEPS, Plan, write_inputs
 from benchmarks.step.workspace import Workspace
 from infra.storage.runs import RunDirectory
+from schemas.batch import StoreTraffic
 from schemas.step import StepReport
-from schemas.store import StoreTraffic
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.tables import plain_table, with_width
-from flows.lifecycle.ray_connection import connect
+from flows.lifecycle.session import connect
 from flows.replay.bundle import different_versions, opened_bundle
 from flows.replay.replay import (
     StepChange,

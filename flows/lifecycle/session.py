@@ -1,23 +1,28 @@
-"""What a flow needs around it when Sluice starts it: a Prefect API, and readable log lines."""
+"""What a flow needs around it when Sluice starts it: a Prefect API, readable log lines, and the run's Ray cluster."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 
+from flows.lifecycle.cancellation import run_until
 from flows.lifecycle.exit import deliver_events
 from flows.lifecycle.outages import call_through_outages, cloud_key
+from infra.ray import cluster
+from infra.ray.actors import require_ray
 from infra.services.local import LocalServices, prefect_kept_running
 from infra.services.prefect_api import check_prefect_api
 from infra.storage.driver_log import one_of_several
 from schemas.config.runtime import ServicesConfig
 
+POLL_SECONDS = 2.0
+SETTLE_SECONDS = 1.5 * POLL_SECONDS  # after a loss, until `while_ray_lives` knows whether Ray itself is being lost
 Result = TypeVar("Result")
 
 OWN_PACKAGES = ("schemas", "rl_core", "infra", "tasks", "flows")
@@ -70,6 +75,33 @@ def run_flow(flow: Callable[[], Awaitable[Result]], config: ServicesConfig) -> R
         ServerLostError: The server did not respond again in time.
     """
     return asyncio.run(call_through_outages(flow, config.prefect_patience_seconds))
+
+
+def connect(config: ServicesConfig) -> None:
+    """Connect to the configured Ray cluster, or to a local one, which is started if necessary."""
+    if config.ray_address:
+        cluster.connect(config.ray_address, py_modules=config.py_modules, secrets=config.secrets)
+        return
+    services = LocalServices(Path(config.dir))
+    services.start(prefect=False, ray=True)
+    assert services.ray_address is not None
+    cluster.connect(services.ray_address, py_modules=config.py_modules, secrets=config.secrets)
+    services.announce_metrics(cluster.metrics_addresses())
+
+
+async def while_ray_lives(work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work`, which would wait for Ray in vain if Ray is lost: cancel it then.
+
+    Raises:
+        RayLostError: Ray was lost.
+    """
+    return await run_until(_watch_ray(), work)
+
+
+async def _watch_ray() -> NoReturn:
+    while True:
+        await asyncio.to_thread(require_ray)
+        await asyncio.sleep(POLL_SECONDS)
 
 
 @contextmanager

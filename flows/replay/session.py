@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from flows.lifecycle.ray_connection import connect, while_ray_lives
 from flows.lifecycle.secrets import take_secrets
+from flows.lifecycle.session import connect, while_ray_lives
 from infra.checkpoints import CheckpointStore, open_checkpoints
 from infra.engines.families import with_sharing
 from infra.history.past_weights import History, Start
@@ -32,12 +32,11 @@ from infra.workers.placement import check_resources
 from rl_core.advantages import prepare_updates
 from rl_core.planning.plan import rows_by_rank
 from rl_core.views import with_column, with_groups
-from schemas.batch import BatchHandle, ColumnGroup
+from schemas.batch import BatchHandle, ColumnGroup, StoreTraffic
 from schemas.config.run import RunConfig
 from schemas.plan import StepPlan
 from schemas.rollout import RolloutHandle
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, UpdateReport
-from schemas.store import StoreTraffic
 from tasks.advantage import compute_step_advantages
 from tasks.logprob import plan_scoring, score_behavior, score_reference, score_teachers
 from tasks.update import update_policy

@@ -1,5 +1,6 @@
 """`report.html`, the report page of one run: its verdict, its alarms, and its panels."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -96,3 +97,7 @@ def _entropy(run: RunRecord) -> Iterator[str]:
     first, last = run.window("entropy", last=False), run.window("entropy", last=True)
     if first is not None and last is not None and first > 0 and last < MIN_ENTROPY * first:
         yield f"entropy collapse: {last:.3g} nat {_LAST}, {last / first:.0%} of the {first:.3g} nat of the first ones"
+
+
+if __name__ == "__main__":  # for drivers, which read no columns
+    print(write_report(RunDirectory(sys.argv[1])))

@@ -220,7 +220,7 @@ async def report_run(run: RunHandle, directory: RunDirectory, summary: RunSummar
 
 async def _write_report(directory: RunDirectory) -> str | None:
     """Write the report in a process of its own, since it reads columns; warn and return None if that fails."""
-    command = (sys.executable, "-P", "-m", "flows.report", directory.url)
+    command = (sys.executable, "-P", "-m", "flows.report.run", directory.url)
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     try:
         out, errors = await process.communicate()

@@ -11,23 +11,41 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import fsspec
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from infra.checkpoints.manifest import ASSETS, MANIFEST, FileEntry, Manifest
-from infra.checkpoints.shards import file_entry, read_spans
+from infra.checkpoints.shards import FileEntry, file_entry, read_spans
 from infra.storage.folder import Folder
+from schemas.base import Frozen
 from schemas.errors import CheckpointError
+from schemas.step import EvalReport, UpdateReport
+from schemas.weights import Adapter
+
+MANIFEST = "manifest.json"
+ASSETS = "hf"  # the folder of config.json, generation_config.json and the tokenizer's files
 
 logger = logging.getLogger(__name__)
 
+FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")]  # relative to the checkpoint's folder
 _CHECK_BYTES, _CHECK_SPANS = 2**23, 8  # files are checked in spans of this size, this many per request
+
+
+class Manifest(Frozen):
+    """A complete checkpoint."""
+
+    version: NonNegativeInt  # policy version = number of completed steps; also the data cursor
+    num_updates: NonNegativeInt  # optimizer steps so far
+    report: UpdateReport | None  # of the step that produced this version; None for the starting weights
+    num_ranks: PositiveInt  # that wrote it; any number can read it
+    adapter: Adapter | None  # None: the checkpoint holds all weights
+    files: dict[FileName, FileEntry]
 
 
 class CheckpointFiles:
@@ -249,3 +267,10 @@ class CheckpointFiles:
 def step_name(version: int) -> str:
     """Return the folder name of a version's checkpoint."""
     return f"step-{version:06d}"
+
+
+def best_version(evals: Sequence[EvalReport], versions: Sequence[int]) -> int | None:
+    """Return the evaluated version with the best score, the newest on a tie; None if none was evaluated."""
+    measured = [report for report in evals if report.policy_version in versions]
+    best = max(measured, key=lambda report: (report.score, report.policy_version), default=None)
+    return None if best is None else best.policy_version

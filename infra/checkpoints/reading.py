@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from infra.checkpoints.manifest import FileEntry
-from infra.checkpoints.shards import DTYPES, OFFSETS, SUFFIX, completed_future, read_spans, split_by_bytes
+from infra.checkpoints.shards import DTYPES, OFFSETS, SUFFIX, FileEntry, completed_future, read_spans, split_by_bytes
 from infra.storage.folder import Folder
 from schemas.errors import CheckpointError
 

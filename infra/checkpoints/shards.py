@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import torch
 import xxhash
+from pydantic import NonNegativeInt
 from torch import Tensor
 from torch.futures import Future
 
-from infra.checkpoints.manifest import FileEntry
 from infra.storage.folder import Folder
+from schemas.base import Frozen
 
 SUFFIX = ".safetensors"
 
@@ -36,6 +37,13 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 OFFSETS = "DCP_SHARDING_INFO"  # torch's key for {tensor: {"saved_offsets": [...]}}
 
 Item = TypeVar("Item")
+
+
+class FileEntry(Frozen):
+    """One file of a checkpoint."""
+
+    num_bytes: NonNegativeInt
+    checksum: str  # XXH3-64, hex
 
 
 def encode_shard(tensors: dict[str, Tensor], offsets: dict[str, Sequence[int]]) -> pa.Buffer:

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from infra.checkpoints.files import CheckpointFiles, step_name
-from infra.checkpoints.manifest import FileEntry, Manifest
+from infra.checkpoints.files import CheckpointFiles, Manifest, step_name
 from infra.checkpoints.reading import ShardReader
+from infra.checkpoints.shards import FileEntry
 from infra.checkpoints.writing import ShardWriter, StagedPlanner
 from infra.storage import places
 from infra.storage.runs import RunDirectory

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from infra.checkpoints.manifest import FileEntry
-from infra.checkpoints.shards import SUFFIX, completed_future, encode_shard, file_entry, split_by_bytes
+from infra.checkpoints.shards import SUFFIX, FileEntry, completed_future, encode_shard, file_entry, split_by_bytes
 from infra.storage.folder import Folder
 
 FILE_BYTES = 2**30  # approximate size of a rank's files, one of which is in memory while being written

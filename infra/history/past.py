@@ -8,7 +8,7 @@ and its checkpoints up to the fork.
 from contextlib import suppress
 from pathlib import PurePosixPath
 
-from infra.checkpoints.manifest import MANIFEST
+from infra.checkpoints.files import MANIFEST
 from infra.storage import places
 from infra.storage.folder import Folder
 from infra.storage.ledger import step_number

@@ -8,11 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from infra.monitors.delivery import Delivery, Log, Sink
-from infra.monitors.jsonl import JsonlSink
+from infra.monitors.files import JsonlSink, TensorBoardSink
 from infra.monitors.mlflow import MlflowSink
 from infra.monitors.prometheus import PrometheusSeries
 from infra.monitors.rows import Row, evaluation_row, recorded_rows, step_row
-from infra.monitors.tensorboard import TensorBoardSink
 from infra.monitors.trackio import TrackioSink
 from infra.monitors.wandb import WandbSink, require_login
 from infra.storage.places import is_url

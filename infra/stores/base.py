@@ -16,7 +16,7 @@ from infra.stores.prometheus import record_traffic
 from rl_core.columns.codec import check_row_lengths, encode, validate
 from rl_core.columns.gather import Ints
 from rl_core.views import decode_ints
-from schemas.batch import BatchHandle, ChunkKey, ChunkRef
+from schemas.batch import BatchHandle, ChunkKey, ChunkRef, StoreTraffic, StoreUsage
 from schemas.catalog import Axis, column_spec
 from schemas.errors import (
     CapacityError,
@@ -30,7 +30,6 @@ from schemas.errors import (
     StoreError,
     WorkerLostError,
 )
-from schemas.store import StoreTraffic, StoreUsage
 
 
 class ColumnStore(ABC):

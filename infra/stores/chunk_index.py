@@ -18,8 +18,7 @@ from infra.stores.base import (
 )
 from infra.stores.chunk_reads import ChunkRead, decode_chunk
 from rl_core.columns.codec import decode, encode
-from schemas.batch import BatchHandle, ChunkKey, ChunkRef
-from schemas.store import StoreUsage
+from schemas.batch import BatchHandle, ChunkKey, ChunkRef, StoreUsage
 
 Payload = TypeVar("Payload")
 

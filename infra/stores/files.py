@@ -36,9 +36,8 @@ from infra.stores.chunk_files import (
 )
 from infra.stores.chunk_reads import ChunkRead, name_chunk_in_errors
 from rl_core.columns.codec import Compression, decode, encode, encoded_bytes
-from schemas.batch import BatchHandle, ChunkKey, ChunkRef
+from schemas.batch import BatchHandle, ChunkKey, ChunkRef, StoreUsage
 from schemas.errors import StepNotOpenError, StoreError
-from schemas.store import StoreUsage
 
 _POLL_SECONDS = 0.2
 NO_LIMIT = 2**63 - 1  # bytes

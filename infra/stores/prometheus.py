@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from schemas.store import StoreTraffic, StoreUsage
+from schemas.batch import StoreTraffic, StoreUsage
 
 
 def record_traffic(run_id: str, stage: str, traffic: StoreTraffic) -> None:

@@ -9,11 +9,10 @@ from infra.storage.ledger import FORMAT, stage_key
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.open import close_store, open_store, start_store
-from schemas.batch import BatchHandle, ChunkKey, ChunkRef
+from schemas.batch import BatchHandle, ChunkKey, ChunkRef, StoreTraffic
 from schemas.config.run import RunConfig
 from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, StoreError
 from schemas.step import PolicyHandle, RunHandle, StoredBatch
-from schemas.store import StoreTraffic
 
 _CHUNKS = {  # by stage
     "rollout": "partial",

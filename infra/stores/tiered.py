@@ -9,9 +9,8 @@ import pyarrow as pa
 from infra.stores.base import ColumnStore
 from infra.stores.chunk_reads import ChunkRead
 from infra.stores.files import FsspecColumnStore
-from schemas.batch import BatchHandle, ChunkKey, ChunkRef
+from schemas.batch import BatchHandle, ChunkKey, ChunkRef, StoreUsage
 from schemas.errors import ChunkNotFoundError, StoreError
-from schemas.store import StoreUsage
 
 _WRITE_THREADS = 2
 

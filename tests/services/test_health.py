@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from flows.lifecycle.ray_connection import while_ray_lives
+from flows.lifecycle.session import while_ray_lives
 from infra.ray import actors, health
 from infra.ray.actors import call, create_actor, find_actor, kill_actors
 from schemas.errors import RayLostError, WorkerLostError

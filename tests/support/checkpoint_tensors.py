@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from infra.checkpoints.manifest import Manifest
+from infra.checkpoints.files import Manifest
 from infra.checkpoints.store import CheckpointStore
 
 SHARD = "rank-00000-00000.safetensors"

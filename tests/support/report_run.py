@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from infra.storage.runs import write_trace
+from schemas.batch import StoreTraffic, StoreUsage
 from schemas.step import EvalReport, RunEvent, SourceReport, Span, StepReport
-from schemas.store import StoreTraffic, StoreUsage
 from schemas.summary import LengthHistogram
 from schemas.weights import WeightsTransfer
 from tests.support import small_run

@@ -15,9 +15,8 @@ from infra.stores.base import ColumnStore, check_same_content, lost_store_error,
 from infra.stores.chunk_reads import ChunkRead, decode_chunk
 from infra.stores.shared.flight import Endpoint, FlightClient
 from infra.stores.shared.node_files import RemoteColumns, map_chunk, write_chunk
-from schemas.batch import BatchHandle, ChunkKey, ChunkRef
+from schemas.batch import BatchHandle, ChunkKey, ChunkRef, StoreUsage
 from schemas.errors import ChunkNotFoundError
-from schemas.store import StoreUsage
 
 _CLOSE_SECONDS = 10.0
 

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.step.run import summarize
+from schemas.batch import StoreTraffic
 from schemas.step import StepReport
-from schemas.store import StoreTraffic
 
 
 def step(number: int, started_at: float) -> StepReport:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.__main__ import COMMANDS
 from flows.cli import bench
-from flows.lifecycle.ray_connection import connect
+from flows.lifecycle.session import connect
 from infra.storage.runs import RunDirectory
 from schemas.config.load import load_config
 from schemas.config.runtime import ServicesConfig

@@ -15,11 +15,11 @@ from infra.checkpoints import reading, shards, writing
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore, open_checkpoints
 from infra.storage.runs import RunDirectory
+from schemas.batch import StoreTraffic
 from schemas.config.store import CheckpointConfig
 from schemas.errors import CheckpointError
 from schemas.metrics import Mean
 from schemas.step import PolicyHandle, UpdateReport
-from schemas.store import StoreTraffic
 from tests.support.checkpoint_processes import make_model, train
 from tests.support.checkpoint_tensors import (
     SHARD,

@@ -17,7 +17,7 @@ from flows.cli.main import app
 from flows.evaluate import evaluate_run
 from flows.export import export_run
 from flows.preflight import check_checkpoint
-from infra.checkpoints.manifest import best_version
+from infra.checkpoints.files import best_version
 from infra.checkpoints.model import load_checkpoint_model
 from infra.checkpoints.shards import file_entry
 from infra.checkpoints.state import policy_tensors

@@ -11,18 +11,17 @@ import pytest
 
 from infra.monitors import open_monitors, require_monitors
 from infra.monitors.delivery import Delivery
-from infra.monitors.jsonl import JsonlSink
+from infra.monitors.files import JsonlSink, TensorBoardSink
 from infra.monitors.mlflow import metric_key
 from infra.monitors.prometheus import PrometheusSeries
 from infra.monitors.rows import Position, Row, evaluation_row, recorded_rows, step_row
-from infra.monitors.tensorboard import TensorBoardSink
 from infra.storage.runs import RunDirectory
+from schemas.batch import StoreTraffic, StoreUsage
 from schemas.config.kinds import kinds_of
 from schemas.config.monitor import MonitorConfig
 from schemas.errors import ConfigError
 from schemas.metric_catalog import find_metric
 from schemas.step import EvalReport, SourceReport, StepReport
-from schemas.store import StoreTraffic, StoreUsage
 from schemas.weights import WeightsTransfer
 from tests.support.configs import run_config
 from tests.support.progress import wait_until

@@ -17,13 +17,13 @@ from infra.storage.lines import LocalLines
 from infra.storage.run_files import MetricsFile
 from infra.storage.run_list import list_runs, run_status
 from infra.storage.runs import RunDirectory, resumed_config
+from schemas.batch import StoreUsage
 from schemas.config.loss import TruncatedCorrection
 from schemas.config.monitor import TensorBoardMonitor
 from schemas.config.runtime import WeightsConfig
 from schemas.config.store import SharedStore
 from schemas.errors import RunError
 from schemas.step import EvalReport, RunEvent, RunSummary, StepReport
-from schemas.store import StoreUsage
 from tests.support.configs import run_config
 from tests.support.tiny import make_tiny_model
 

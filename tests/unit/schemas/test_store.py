@@ -3,7 +3,7 @@
 from functools import reduce
 from operator import add
 
-from schemas.store import StoreTraffic
+from schemas.batch import StoreTraffic
 
 
 def test_the_total_is_the_sum() -> None:
