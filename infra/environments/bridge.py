@@ -9,6 +9,7 @@ A dialogue adds the limits and the chat template of one environment's rows.
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.control_tokens import Messages
 from schemas.config.environment import EnvironmentConfig, ProgramEnvironment, ToolsEnvironment
 from schemas.errors import ChatTemplateError
+
+MAX_CHATS = 256  # with tools of a program, each of which is a chat template of its own
 
 # Nothing before a turn has these texts, by which it is found in what a template writes.
 _ANSWER, _SECOND_ANSWER, _REASONING = "answer qzj", "second qzj", "because qzj"
@@ -153,9 +156,9 @@ class Dialogue:
     """
 
     def __init__(self, config: EnvironmentConfig, chat: ChatTemplate, max_prompt_tokens: int) -> None:
-        self.config, self._max_prompt_tokens = config, max_prompt_tokens
-        self._chats = {"": chat}  # by the tools that an environment's reset has added
-        self._bridges: dict[tuple[str, str], TurnBridge] = {}
+        self.config, self._own_chat, self._max_prompt_tokens = config, chat, max_prompt_tokens
+        self._chat = lru_cache(MAX_CHATS)(self._make_chat)  # by the tools that an environment's reset has added
+        self._bridge = lru_cache(MAX_CHATS)(self._make_bridge)
         if self.has_tools:
             self.check("tool")
 
@@ -185,7 +188,7 @@ class Dialogue:
             token_ids = self._chat(reply.tools).encode(messages)
         except ChatTemplateError as error:
             return prompt, f"reset: {error}; let reset() return None, or end the row's prompt with another role"
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter of tools that are nested deeply
             return prompt, f"reset: {error}"
         if len(token_ids) > self._max_prompt_tokens:
             return prompt, (
@@ -210,14 +213,9 @@ class Dialogue:
         """
         return self._bridge(role, tools).encode(observations, last_id)
 
-    def _chat(self, tools: str) -> ChatTemplate:
-        if tools not in self._chats:
-            self._chats[tools] = self._chats[""].with_tools(json.loads(tools))
-        return self._chats[tools]
+    def _make_chat(self, tools: str) -> ChatTemplate:
+        return self._own_chat.with_tools(json.loads(tools)) if tools else self._own_chat
 
-    def _bridge(self, role: str, tools: str) -> TurnBridge:
-        if (role, tools) not in self._bridges:
-            several, drops_reasoning = self.has_tools or bool(tools), self.config.drops_reasoning
-            bridge = TurnBridge(self._chat(tools), role, drops_reasoning=drops_reasoning, several=several)
-            self._bridges[role, tools] = bridge
-        return self._bridges[role, tools]
+    def _make_bridge(self, role: str, tools: str) -> TurnBridge:
+        several, drops_reasoning = self.has_tools or bool(tools), self.config.drops_reasoning
+        return TurnBridge(self._chat(tools), role, drops_reasoning=drops_reasoning, several=several)

@@ -270,14 +270,14 @@ def read_chat(messages: Any, tools: Any) -> dict[str, Any]:
             raise CallError(
                 "invalid", f"reset() returned the message {message!r:.80}; return dicts of role and content"
             )
-    texts = [message["content"] for message in messages]
-    for text in texts:
-        _check_encodable("reset", text)
+    texts, roles = ([message[key] for message in messages] for key in ("content", "role"))
     try:
-        declared = {"tools": json.dumps(tools)} if tools else {}
-    except (TypeError, ValueError) as error:
+        declared = {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
+    except (TypeError, ValueError, RecursionError) as error:
         raise CallError("invalid", f"reset() returned tools that aren't JSON: {error}") from error
-    return {"observations": texts, "roles": [message["role"] for message in messages], **declared}
+    for text in (*texts, *roles, *declared.values()):
+        _check_encodable("reset", text)
+    return {"observations": texts, "roles": roles, **declared}
 
 
 def read_step(result: object, max_characters: int) -> dict[str, Any]:
@@ -294,6 +294,8 @@ def read_step(result: object, max_characters: int) -> dict[str, Any]:
         raise CallError("invalid", f"step() returned done={done!r:.80}, a {type(done).__name__}; return True or False")
     if not isinstance(metrics, Mapping):
         raise CallError("invalid", f"step() returned metrics={metrics!r:.80}; return a dict of numbers")
+    for name in metrics:
+        _check_encodable("step", str(name))
     return {
         "observations": read_observation("step", observation, max_characters),
         "reward": _number("reward", reward),
@@ -332,7 +334,7 @@ def _check_encodable(method: str, text: str) -> None:
     except UnicodeEncodeError as error:
         raise CallError(
             "invalid",
-            f"{method}() returned an observation with the lone surrogate {text[error.start]!r} at character "
+            f"{method}() returned a text with the lone surrogate {text[error.start]!r} at character "
             f"{error.start}, which no tokenizer can encode; decode its bytes with errors='replace'",
         ) from error
 
@@ -344,7 +346,7 @@ def read_role(environment: object) -> str:
         CallError: It is no text.
     """
     role = getattr(environment, "role", "user")
-    if not isinstance(role, str) or not role:
+    if not isinstance(role, str) or not role or not role.isprintable():
         raise CallError("invalid", f"the environment's role is {role!r:.80}; set it to a text, such as 'tool'")
     return role
 

@@ -12,6 +12,8 @@ import json
 import os
 import secrets
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -32,7 +34,7 @@ from infra.integrations.chat_completions import (
     serve,
 )
 from infra.processes import lifeline
-from infra.processes.isolated import kill_group
+from infra.processes.isolated import has_died, kill_group
 from rl_core.environments.base import FinishedProgram, Step, Task
 from rl_core.user_code import import_user_module
 from schemas.errors import EnvironmentImportError
@@ -77,7 +79,11 @@ class Gateway:
         """Have a conversation be asked for; return its number, the URL that programs know as the API's, and its key."""
         if self._url is None:
             self._url = begin_task(serve(self._answer, "/{number}/v1/chat/completions"))
-        url = await asyncio.shield(self._url)
+        try:
+            url = await asyncio.shield(self._url)
+        except OSError:  # the next one tries again
+            self._url = None
+            raise
         self._num_opened += 1
         number, key = str(self._num_opened), secrets.token_urlsafe()
         self._conversations[number] = key, conversation
@@ -145,6 +151,8 @@ class Program:
 
     async def step(self, action: str) -> Step:
         """Answer the outstanding request by a turn (`write_turn`); return what the next one adds, or the reward."""
+        if has_died(self._started().pid):
+            raise ChatError(f"the program ended while it waited for its model's turn; {self._said()}")
         turn = json.loads(action)
         self._conversation.answer(turn["text"], turn["usage"])
         added = await self._conversation.next_request(self._ended)
@@ -159,11 +167,12 @@ class Program:
             gateway().close(self._number)
         if self._process is not None:
             if self._process.returncode is None:
+                _kill_descendants(self._process.pid)
                 kill_group(self._process)
             assert self._process.stdin is not None
             self._process.stdin.close()
         if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+            await asyncio.to_thread(_remove, self._folder)
 
     def describe_timeout(self) -> str:
         """Return what the program did instead, after a time-out."""
@@ -234,7 +243,13 @@ class Program:
     def _end_of(self, name: str) -> str:
         """Return the end of what the program wrote to its standard output or error."""
         assert self._folder is not None, "the program is not started"
-        with (self._folder / name).open("rb") as file:
+        try:  # the program can put anything in its place
+            descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return ""
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return ""
             file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_BYTES))
             return file.read().decode(errors="replace")
 
@@ -246,6 +261,25 @@ class Program:
         """Return the end of what the program wrote to its standard error, for messages."""
         said = self._end_of("stderr").strip()
         return f"its stderr ends with: {said[-ERROR_CHARACTERS:]}" if said else "it wrote nothing to stderr"
+
+
+def _kill_descendants(pid: int) -> None:
+    """Kill what a running program has started, in other process groups and sessions, too."""
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                _kill_descendants(child)
+                os.kill(child, signal.SIGKILL)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a program's folder, whatever it has made read-only in it."""
+    for place, names, _ in os.walk(folder):
+        for path in (os.path.join(place, name) for name in names):
+            with suppress(OSError):
+                if not os.path.islink(path):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_turn(text: str, num_before: int, num_tokens: int) -> str:
@@ -319,7 +353,7 @@ def _root() -> str:
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
             _lock(str(left), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
+            _remove(left)
     while True:
         root = tempfile.mkdtemp(prefix=_PREFIX)
         _lock(root, fcntl.LOCK_EX)

@@ -6,6 +6,7 @@ aiohttp, the standard library and `rl_core.environments` only, as other interpre
 
 import asyncio
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import Context
 from typing import Any, NamedTuple
@@ -249,6 +250,10 @@ class Conversation:
             for tool in tools
         ):
             raise ChatError(f"{self._asker} asks its model with tools that are not functions: {tools!r:.200}")
+        try:
+            json.dumps(tools, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise ChatError(f"{self._asker} asks its model with tools that can't be encoded: {error}") from None
         if not self._turns:
             self.tools = tools
         elif tools != self.tools:
@@ -364,6 +369,8 @@ def _read_message(at: int, message: Any) -> Message:
     """Return a request's message; raises a `ChatError` if it is none, or has what the model can't read."""
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
         raise ChatError(f"message {at} of a request is {message!r:.80}, expected an object with a role")
+    if not re.fullmatch(r"[A-Za-z_]{1,32}", role):
+        raise ChatError(f"message {at} of a request has the role {role!r:.80}, expected one such as user")
     allowed = {"role", "content"} | _OF_ROLES.get(role, set())
     if others := sorted(name for name, value in message.items() if value and name not in allowed):
         raise ChatError(f"message {at} of a request has {', '.join(others)}; the model reads role and content only")

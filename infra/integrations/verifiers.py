@@ -114,6 +114,7 @@ class Worker:
         except Exception as error:
             if url.done():
                 raise
+            self._url = None  # the next episode tries again
             url.set_exception(error)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:

@@ -33,6 +33,8 @@ def end_with_parent(*, with_programs: bool = False) -> None:
     os.dup2(empty, STANDARD_INPUT)
     os.close(empty)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    if with_programs:  # which may handle SIGIO, as Go's do
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
     poll.register(lifeline, 0)
@@ -43,4 +45,5 @@ def end_with_parent(*, with_programs: bool = False) -> None:
 if __name__ == "__main__":
     end_with_parent()
     del sys.argv[0]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")

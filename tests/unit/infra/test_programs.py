@@ -42,6 +42,8 @@ def test_a_programs_first_request_is_the_prompt_and_what_it_prints_the_reward(tm
         ("ask(temperature=0.5)", "temperature = 0.5 instead of 1.0"),
         ("ask(tool_choice='none', seed=3)", "seed = 3, tool_choice = 'none' instead of 'auto'"),
         ("ask(tools=[{'type': 'custom'}])", "with tools that are not functions"),
+        ("ask(tools=[{'type': 'function', 'function': {'name': '\\ud800'}}])", "with tools that can't be encoded"),
+        ("say('x', role='\\ud800')\n    ask()", "message 1 of a request has the role '\\ud800'"),
         (
             "messages.append({'role': 'assistant', 'tool_calls': [{'id': 'a', 'function': {'name': 'f', 'arguments':"
             " '{}'}}]})\n    say('1', role='tool')\n    ask()",
@@ -80,6 +82,8 @@ def test_what_cannot_be_trained_on_fails_its_trajectory_by_name(tmp_path: Path, 
         ("sys.exit(3)", "the program ended with exit code 3; it wrote nothing to stderr"),
         ("print('done')", "the last line that the program printed is 'done', not its reward"),
         ("print(json.dumps({'reward': float('nan')}))", "step() returned the reward nan"),
+        ("finish(1.0, **{'\\ud800': 1})", "step() returned a text with the lone surrogate"),
+        ("os.remove('../stdout')\nos.mkfifo('../stdout')\nfinish(1.0)", "the last line that the program printed is ''"),
     ],
 )
 def test_what_a_program_does_after_a_turn_may_cost_its_trajectory(tmp_path: Path, code: str, message: str) -> None:
@@ -274,6 +278,52 @@ grade_of = 3
     }.items():
         with started(program(tmp_path, code, grader=grader)) as pool:
             assert message in failure(begin(pool)[0])
+
+
+def test_a_program_that_ends_before_its_turn_is_not_rewarded_for_it(tmp_path: Path) -> None:
+    code = """
+        import threading
+        threading.Thread(target=ask, daemon=True).start()
+        time.sleep(0.5)  # its client has given up
+        print(json.dumps({"reward": 0.0}), flush=True)
+        open(task["info"]["log"], "w").write(str(os.getpid()))
+        os._exit(0)
+    """
+    with started(program(tmp_path, code)) as pool:
+        begin(pool, row(log=str(tmp_path / "log")))
+        wait_until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text())
+        ended = psutil.Process(int((tmp_path / "log").read_text()))
+        wait_until(lambda: ended.status() == "zombie")
+        assert "the program ended while it waited for its model's turn" in failure(turns(pool, ["good"])[0])
+
+
+def test_what_a_program_starts_in_a_session_of_its_own_ends_with_it(tmp_path: Path) -> None:
+    code = """
+        import subprocess
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        os.mkdir("cache")
+        os.chmod("cache", 0o500)
+        say(f"{os.getcwd()} {child.pid}")
+        ask()
+    """
+    with started(program(tmp_path, code)) as pool:
+        folder, child = begin(pool)[0].observations[-1].split()
+        pool.end_all()
+        wait_until(lambda: not psutil.pid_exists(int(child)) and not Path(folder).exists())
+
+
+def test_a_program_that_ignores_signals_ends_with_its_environment_process(tmp_path: Path) -> None:
+    code = """
+        import signal
+        for number in (signal.SIGIO, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        say(str(os.getpid()))
+        ask()
+    """
+    with started(program(tmp_path, code)) as pool:
+        pid = int(begin(pool)[0].observations[-1])
+        os.kill(pool.pids[0], 9)
+        wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
