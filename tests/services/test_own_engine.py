@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 from flows.preflight import check_engine
 from infra.engines.base import Sampling, generate_all
 from infra.engines.open import open_engine
+from infra.engines.program import frames
 from infra.engines.vllm.engine import VllmEngine
 from infra.engines.vllm.installation import EngineInstallation, engine_versions, find_program
-from infra.models.load import load_model, load_tokenizer
+from infra.models.load import build_meta_model, load_model, load_tokenizer
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import ProgramRollout
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, EngineLostError
 from tests.support.configs import run_config
 from tests.support.engine_checks import (
     MAX_MODEL_LEN,
@@ -35,7 +36,7 @@ from tests.support.engine_checks import (
     plain_logprobs,
     request,
 )
-from tests.support.odd_engine import BEHAVIOUR
+from tests.support.odd_engine import BEHAVIOUR, open_odd_engine
 from tests.support.tiny import make_tiny_model
 from tests.support.weight_tensors import load_state
 from tests.support.workplace import Workplace
@@ -138,6 +139,60 @@ def test_a_program_that_is_no_engine(monkeypatch: pytest.MonkeyPatch, hello: str
     find_program.cache_clear()
     with pytest.raises(ConfigError, match=re.escape(said)):
         find_program(ODD, None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({}, "'running'"),
+        ({"rows": [[7, "stop", 0]], "running": 1, "waiting": 0, "cache": 0.0}, "7"),
+        ({"rows": [[0, "done", 0]], "running": 1, "waiting": 0, "cache": 0.0}, "the reason 'done', expected stop or"),
+        ({"rows": [], "running": 1, "waiting": 0, "cache": 0.0}, "zip"),
+    ],
+)
+def test_an_answer_that_is_no_turn_loses_the_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, answer: dict[str, object], said: str
+) -> None:
+    assert_lost(folder, monkeypatch, answer, said, np.array([5], np.int32), np.array([-1.0], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "said"),
+    [([], [], "0 tokens"), ([5, 6], [-1.0], "2 tokens with 1 log-probs"), ([9999], [-1.0], "a token id that is not")],
+)
+def test_tokens_that_are_no_turn_lose_the_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tokens: list[int], logprobs: list[float], said: str
+) -> None:
+    answer = {"rows": [[0, "stop", 0]], "running": 1, "waiting": 0, "cache": 0.0}
+    assert_lost(folder, monkeypatch, answer, said, np.array(tokens, np.int32), np.array(logprobs, np.float32))
+
+
+def assert_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, answer: object, said: str, tokens: np.ndarray, logprobs: np.ndarray
+) -> None:
+    """Assert that an engine which answers a step so, with these buffers, is lost for that reason."""
+    process = open_odd_engine(step=json.dumps(answer))
+    call = process.call
+    monkeypatch.setattr(process, "call", lambda name, arguments=None, buffers=(), **options: call(
+        name, arguments, [tokens, logprobs] if name == "step" else buffers, **options
+    ))  # fmt: skip
+    started = {"dtype": "float32", "max_model_len": 64, "processes": [process.pid], "itemsize": 4, "cache_bytes": 0}
+    engine = VllmEngine(process, started, build_meta_model(ModelConfig(path=str(folder))))
+    rows = engine.open_rows(Sampling(4))
+    rows.begin([request(PROMPTS[0], 1)])
+    with pytest.raises(EngineLostError, match=re.escape(said)):
+        rows.step()
+    assert engine.is_lost
+
+
+def test_a_program_imports_what_is_next_to_it(tmp_path: Path) -> None:
+    (tmp_path / "calls.py").write_text("HELLO = {'protocol': 1, 'engine': 'near', 'version': '2', 'device': 'cpu'}")
+    (tmp_path / "frames.py").write_text(Path(frames.__file__).read_text())
+    (tmp_path / "near.py").write_text(
+        "import socket, sys\nimport calls, frames\nclass Near:\n    def hello(self, *_): return calls.HELLO, []\n"
+        "frames.serve(socket.socket(fileno=int(sys.argv[1])), Near())\n"
+    )
+    assert find_program(str(tmp_path / "near.py"), None).engine == "near"
 
 
 def test_a_missing_program_or_interpreter_and_another_device(folder: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from infra.engines.vllm.process import CallFailedError, EngineProcess
 from infra.models.flat_tensors import assign_slots, buffer_as_tensor, flat_bytes, tensor_specs, write_tensors
 from infra.models.load import check_weights
 from infra.models.lora import is_adapter, without_adapter
-from schemas.errors import NonFiniteError, WeightsError
+from schemas.errors import EngineLostError, NonFiniteError, WeightsError
 from schemas.placement import EngineTag, MemoryChange, PartBytes
 from schemas.weights import TensorSpec
 
@@ -44,6 +44,7 @@ class VllmRows:
         self._engine, self._sampling = engine, sampling
         self._lengths: dict[int, int] = {}  # tokens of the rows that are not forgotten
         self._pending: set[int] = set()  # rows whose turn has not ended
+        self._limits: dict[int, int] = {}  # the most tokens of their turns
         self._num_begun = 0
 
     @property
@@ -57,7 +58,8 @@ class VllmRows:
         first, rows = self._num_begun, list[tuple[int, int, int, int]]()
         for prompt, request in enumerate(requests):
             for seed in request.seeds:
-                rows.append((self._num_begun, prompt, seed, request.token_limit(self._sampling)))
+                limit = self._limits[self._num_begun] = request.token_limit(self._sampling)
+                rows.append((self._num_begun, prompt, seed, limit))
                 self._lengths[self._num_begun] = len(request.prompt_ids)
                 self._pending.add(self._num_begun)
                 self._num_begun += 1
@@ -70,13 +72,26 @@ class VllmRows:
         check_prompts(
             [GenerationRequest(np.empty(length), (seed,), max_tokens)], self._sampling, self._engine.max_tokens
         )
-        self._lengths[row] = length
+        self._lengths[row], self._limits[row] = length, max_tokens
         self._engine.call("extend", {"row": row, "seed": seed, "max_tokens": max_tokens}, [_ids(token_ids)])
         self._pending.add(row)
 
     def step(self) -> list[tuple[int, Generation]]:
         """Run one forward pass of the rows that vLLM schedules; see `DecodingRows.step`."""
         result, buffers = self._engine.call("step")
+        try:
+            return self._read(result, buffers)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._engine.lose(f"it answered 'step' with what is no turn of a row: {error}") from error
+
+    def _read(self, result: Mapping[str, Any], buffers: Sequence[bytearray]) -> list[tuple[int, Generation]]:
+        """Return the turns that have ended, with what a program has answered to `step`.
+
+        Raises:
+            KeyError: Something is missing, or a row is not one whose turn had not ended.
+            TypeError: Something has another type.
+            ValueError: Tokens and log-probs don't match, or aren't a turn's.
+        """
         if running := result["running"]:
             self._engine.usage.add(running, result["waiting"], result["cache"])
         found = []
@@ -88,7 +103,15 @@ class VllmRows:
             )
             if not np.isfinite(sampled.logprobs).all():
                 raise NonFiniteError("the model's logits are not finite; its weights have diverged")
-            assert finish_reason in ("stop", "length"), finish_reason
+            limit, tokens_of_turn = self._limits[row], sampled.token_ids
+            if not 1 <= len(tokens_of_turn) <= limit or len(tokens_of_turn) != len(sampled.logprobs):
+                raise ValueError(
+                    f"{len(tokens_of_turn)} tokens with {len(sampled.logprobs)} log-probs, expected 1 to {limit}"
+                )
+            if not 0 <= tokens_of_turn.min() <= tokens_of_turn.max() < self._engine.vocab_size:
+                raise ValueError(f"a token id that is not below {self._engine.vocab_size}")
+            if finish_reason not in ("stop", "length"):
+                raise ValueError(f"the reason {finish_reason!r}, expected stop or length")
             self._pending.remove(row)
             self._lengths[row] += len(sampled.token_ids)
             self._engine.usage.prefilled += prefilled
@@ -106,6 +129,7 @@ class VllmRows:
             self._engine.call("abort")
         self._pending.clear()
         self._lengths.clear()
+        self._limits.clear()
 
 
 class VllmEngine:
@@ -121,6 +145,7 @@ class VllmEngine:
         asleep: The parts that are out of the GPU's memory.
         usage: How much of it was in use.
         max_tokens: The most tokens of a row.
+        vocab_size: All token ids are below it.
         processes: The ids of its ranks' processes.
     """
 
@@ -151,6 +176,9 @@ class VllmEngine:
         self.dtype: str = started["dtype"]
         self.max_tokens: int = started["max_model_len"]
         self.processes: list[int] = started["processes"]
+        embeddings = shapes.get_input_embeddings().weight
+        assert isinstance(embeddings, torch.Tensor), "a model's input embeddings are a matrix"
+        self.vocab_size = len(embeddings)
         self.asleep: frozenset[EngineTag] = frozenset()
         self.usage = EngineUsage()
         if adapters is not None:
@@ -321,7 +349,11 @@ class VllmEngine:
         try:
             return self._process.call(name, arguments, buffers)
         except CallFailedError as error:
-            raise self._process.lose(f"{error.type}: {error}") from error
+            raise self.lose(f"{error.type}: {error}") from error
+
+    def lose(self, reason: str) -> EngineLostError:
+        """End the process for a reason, and return the error that says so."""
+        return self._process.lose(reason)
 
 
 @contextmanager

@@ -78,6 +78,9 @@ def open_process(
         )
         # Only in the first step does vLLM find out what its kernels don't support, and finish its preparations.
         generate_all(engine, [GenerationRequest(np.zeros(1, dtype=np.int64), (0,))], Sampling(1))
+    except KeyError as error:
+        process.close()
+        raise ConfigError(f"{installation.engine} of {installation.python} answers start without {error}") from error
     except (CallFailedError, EngineLostError) as error:  # the engine's rejections
         process.close()
         raise ConfigError(
