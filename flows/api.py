@@ -12,7 +12,7 @@ from rich.console import Console
 from flows.lifecycle.outages import call_through_outages
 from flows.lifecycle.secrets import take_secrets
 from flows.lifecycle.session import prefect_session
-from flows.pipeline import PipelineResult, pipeline
+from flows.pipeline import PipelineResult, finished_result, pipeline
 from flows.pipeline_plan import check_pipeline, plan_pipeline
 from flows.preflight import check_run
 from flows.summary import finished_summary
@@ -125,6 +125,8 @@ async def run_pipeline_async(
     with _only_run("run_pipeline", plan.pipeline_id):
         take_secrets(plan.services, starts=True)
         check_pipeline(plan)
+        if (finished := finished_result(plan)) is not None:
+            return finished
         with prefect_session(plan.services, Console()):
             try:
                 return await call_through_outages(lambda: pipeline(plan), plan.services.prefect_patience_seconds)

@@ -74,9 +74,14 @@ async def run_stages(plan: PipelinePlan, turn: Turn = lambda pool: nullcontext()
         return await _run_stages(plan, turn)
 
 
+def finished_result(plan: PipelinePlan) -> PipelineResult | None:
+    """Return the result of a pipeline that is complete; None if it isn't."""
+    return read_record(open_folder(str(plan.folder)), _RESULT, PipelineResult, "restore it")
+
+
 async def _run_stages(plan: PipelinePlan, turn: Turn) -> PipelineResult:
     logger, folder = get_run_logger(), open_folder(str(plan.folder))
-    if (done := read_record(folder, _RESULT, PipelineResult, "restore it")) is not None:
+    if (done := finished_result(plan)) is not None:
         logger.info("pipeline %s is complete: %s was promoted", plan.pipeline_id, done.model)
         return done
     folder.write(PLAN, plan.model_dump_json(indent=2).encode())

@@ -45,6 +45,7 @@ class SimulatedStep:
     loss_tokens: NDArray[np.int64]  # [N]
     samples_per_prompt: int
     max_response_tokens: int
+    rows_per_prompt: int  # that share a stored prompt: all samples, or 1 if an environment may give each its own
     max_turns: int = 1
     max_teacher_prompt_tokens: int = 0  # of a teacher that doesn't read the policy's prompts
     mask_tokens: int = 0  # that truncation leaves at a position; without a top-k, assumed
@@ -278,6 +279,7 @@ def simulate_step(config: RunConfig, fill: float, data: PromptDataset | None = N
         loss_tokens=lengths,
         samples_per_prompt=rollout.samples_per_prompt,
         max_response_tokens=rollout.max_response_tokens,
+        rows_per_prompt=1 if any(each.kind != "tools" for each in config.environments) else rollout.samples_per_prompt,
         max_turns=turns,
         max_teacher_prompt_tokens=longest,
         mask_tokens=(rollout.top_k or ASSUMED_MASK_TOKENS) if rollout.sampling_mask else 0,
@@ -296,6 +298,7 @@ def _first_step(config: RunConfig, data: PromptDataset) -> SimulatedStep:
         response_lengths=np.array([len(row.response_ids) for row in rows], dtype=np.int64),
         loss_tokens=np.array([row.loss_mask.sum() for row in rows], dtype=np.int64),
         samples_per_prompt=1,
+        rows_per_prompt=1,
         max_response_tokens=max(len(row.response_ids) for row in data),
     )
 
@@ -362,7 +365,7 @@ def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[Column
     num_rows, text_bytes = len(step.prompts), _text_bytes(step)
     counts = {
         "row": num_rows,
-        "prompt": int(step.prompt_lengths[:: step.samples_per_prompt].sum()),
+        "prompt": int(step.prompt_lengths[:: step.rows_per_prompt].sum()),
         "response": int(step.response_lengths.sum()),
         "turn": num_rows * step.max_turns,
         "teacher_prompt": num_rows * step.max_teacher_prompt_tokens,
@@ -384,7 +387,7 @@ def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[Column
 def _text_bytes(step: SimulatedStep) -> dict[str, int]:
     """Return the UTF-8 bytes of each text column over all rows."""
     prompts, responses = step.prompts, step.response_lengths
-    shared = prompts[:: step.samples_per_prompt]
+    shared = prompts[:: step.rows_per_prompt]
     prompt_text = sum(len(prompt.prompt_text.encode()) for prompt in shared)
     token_bytes = prompt_text / sum(len(prompt.prompt_ids) for prompt in shared)
     groups = [divmod(row, step.samples_per_prompt) for row in range(len(prompts))]

@@ -158,16 +158,17 @@ class _Encoder:
         if not kind:
             sft_columns(place, [name for name, value in row.items() if value is not None])  # raises
         values, given = [row[name] for name in kind], row.get(TOOLS_COLUMN)
-        tools = self._tools if given in (None, "") else _parse_tools(place, given)
+        own = None if given in (None, "") else _parse_tools(place, given)
         if kind == TOKENS:
             ids, spans = self._join_tokens(place, values[0], values[1], row.get(MASK_COLUMN))
         elif kind == ("text",) or (len(kind) > 1 and all(isinstance(value, str) for value in values)):
-            if tools:
+            if own:
                 raise DataError(f"{place}: a text has no place for its tools; write them into it, or give a chat")
             ids, spans = self._encode_texts(place, kind, *values)
         else:
             chats = [_parse_chat(place, name, value) for name, value in zip(kind, values, strict=True)]
             num_given = len(chats[0]) if len(chats) > 1 else 0
+            tools = self._tools if own is None else own
             ids, spans = self._encode_chat(place, list(chain(*chats)), num_given, tools)
         spans = spans[-1:] if self._loss_on == "last_turn" else spans
         mask = np.zeros(len(ids), dtype=bool)
@@ -243,6 +244,8 @@ class _Encoder:
             if self._loss_on == "all":
                 return chat.encode(messages, with_prompt=False), []
             ids, spans = chat.encode_turns(messages, self._ends)
+        except DataError as error:  # of the template with these tools, which says what to do
+            raise DataError(f"{place}: {error}") from error
         except (ChatTemplateError, ValueError) as error:
             raise DataError(f"{place}: {error}; {advice}") from error
         return ids, spans[sum(is_answer[:num_given]) :]

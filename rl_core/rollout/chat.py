@@ -199,9 +199,11 @@ class ChatTemplate:
             content = self._turn_text(through[_num_common(through, before) :], ends)
         has_all = content in text if is_whole else text.endswith(content)
         has_part = is_prompted and (text in content if is_whole else content.endswith(text))
-        has_all &= all(call["function"]["name"] in text for call in calls or ())
+        has_calls = all(call["function"]["name"] in text for call in calls or ())
+        if calls and is_whole:  # a token that ends responses may be within the turn: what follows would have no loss
+            has_calls &= not decode_text(self.tokenizer, ids[end : len(through)]).strip()
         has_others = not is_prompted and start < len(self.encode(messages[:number], with_prompt=False))
-        if end > start and (has_all or has_part) and not has_others:
+        if end > start and (has_all or has_part) and has_calls and not has_others:
             return range(start, end)
         raise ChatTemplateError(
             f"{self.name} writes message {number}, of role 'assistant', so that its tokens can't be told from those "

@@ -205,6 +205,11 @@ def test_tools_of_a_file(folder: Path) -> None:
     given = [{"messages": TWO_TURNS[:2], **row} for row in ({}, {"tools": None}, {"tools": []}, {"tools": "[{}]"})]
     texts = [marked(folder, row) for row in load(folder, *given, template=CALLING, tools=tools)]
     assert [text.partition("<|user|>")[0] for text in texts] == ['{"name": "add"}', '{"name": "add"}', "", "{}"]
+    assert len(load(folder, {"text": "once"}, template=CALLING, tools=tools)) == 1  # they are those of chats
+    with pytest.raises(
+        DataError, match=r"row 1: .* no variable `tools`.* use a model whose chat_template.jinja has it$"
+    ):
+        load(folder, {"messages": TWO_TURNS}, tools=tools)
 
 
 def test_a_template_that_leaves_out_a_call_is_refused_by_row(folder: Path) -> None:
@@ -213,6 +218,14 @@ def test_a_template_that_leaves_out_a_call_is_refused_by_row(folder: Path) -> No
     for template, part in ((CHAT_TEMPLATE, "tool call 1"), (first, "tool call 2")):
         with pytest.raises(DataError, match=told.format(part)):
             load(folder, {"messages": TWO_TURNS}, {"messages": CALLS}, template=template)
+
+
+def test_a_turn_with_an_end_in_its_middle_is_refused(folder: Path) -> None:
+    """What follows it would have no loss."""
+    template = CALLING.replace("<call>", "<|end|><call>")
+    assert template != CALLING
+    with pytest.raises(DataError, match=r"row 1: .* so that its tokens can't be told from those around it"):
+        load(folder, {"messages": CALLS[:2]}, template=template)
 
 
 @pytest.mark.parametrize("name", ["qwen3_training", "qwen3_instruct_2507_training", "glm4moe_training", "lfm2_2_5"])
