@@ -16,8 +16,10 @@ from infra.variables import LOCAL_RAY_VARIABLES, set_variables
 from tests.support.progress import DeadlockDetector
 
 # A slow example is no failure.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# No test depends on speed or chance; `pytest --hypothesis-profile=explore` looks for other examples each time.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fixed", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("fixed")
 
 LOOPBACK = "127.0.0.1"
 # Files that share a workplace: one process runs their tests, so that its services are started once.

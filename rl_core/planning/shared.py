@@ -126,6 +126,8 @@ def balance_items(sizes: RowSizes, rows: Rows, num_ranks: int, token_budget: int
         return items, balance(items.costs, num_ranks, sort_by(lengths.max() - lengths, items.of_rows))
     whole = _cut(sizes, rows, token_budget)
     ranks = balance(whole.costs, num_ranks)
+    if len(whole.lengths) == len(rows):  # there is no group to split
+        return whole, ranks
     costs = rank_costs(whole.costs, ranks)
     dealt = _deal_evenly(sizes, whole, num_ranks, costs) if imbalance(costs) > SPLIT_IMBALANCE else None
     if dealt is None:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
@@ -82,6 +82,9 @@ def test_plans_of_groups(groups: list[Group], num_updates: int, num_ranks: int, 
     check(forward, groups, num_ranks, budget)
 
 
+@example(
+    [(1, [1, 8, 1, 1, 1]), (6, [1, 1, 8, 1, 1, 1]), (8, [12]), (3, [9, 1, 1, 4, 1]), (3, [1] * 4)], 4, 3, 24, 1, True
+)
 @given(GROUPS, st.integers(1, 4), RANKS, BUDGETS, SEEDS, st.booleans())
 def test_rows_of_distinct_prompts_are_planned_as_without_groups(
     groups: list[Group], num_updates: int, num_ranks: int, budget: int, seed: int, share: bool
@@ -167,12 +170,14 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "softcap": lambda: of_family("Gemma2"),
     "sinks, experts": lambda: of_family("GptOss"),
 }
-TOLERANCES = {name: 4 * TOLERANCE if name in ("softcap", "sinks, experts") else TOLERANCE for name in MODELS}
+IN_FLOAT32 = "sinks, experts"  # whose products of experts torch has in no wider dtype
+TOLERANCES = dict.fromkeys(MODELS, TOLERANCE) | {IN_FLOAT32: 4 * TOLERANCE}
 
 
 @cache
 def model_of(name: str) -> PreTrainedModel:
-    model = MODELS[name]()
+    """Return a model in float64, in which rounding hides no difference, and makes none."""
+    model = MODELS[name]().to(torch.float32 if name == IN_FLOAT32 else torch.float64)
     use_packed_attention(model)
     return model
 
