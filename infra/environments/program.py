@@ -39,13 +39,8 @@ from rl_core.environments.base import FinishedProgram, Step, Task
 from rl_core.user_code import import_user_module
 from schemas.errors import EnvironmentImportError
 
-SETTINGS = (
-    "stream",
-    "stream_options",
-    "tools",
-    "user",
-    "metadata",
-)  # what a request may set besides messages and model
+# What a request may set besides messages and model.
+SETTINGS = ("stream", "stream_options", "tools", "user", "metadata")
 MAX_FILE_BYTES = 2**30
 OUTPUT_BYTES = 2**16  # of the end of what is printed
 ERROR_CHARACTERS = 600

@@ -1,9 +1,12 @@
-"""Chunk keys, catalog entries, encoded integers and segments."""
+"""Chunk keys, catalog entries, encoded integers, segments, and the traffic with the store."""
+
+from functools import reduce
+from operator import add
 
 import pytest
 from pydantic import ValidationError
 
-from schemas.batch import ChunkKey, EncodedInts, Segments
+from schemas.batch import ChunkKey, EncodedInts, Segments, StoreTraffic
 from schemas.catalog import CATALOG, column_spec
 from schemas.errors import ColumnError
 
@@ -65,3 +68,10 @@ def test_segments_have_one_count_per_start() -> None:
     one, two = (EncodedInts(size=size, base=1, dtype="u1", data=b"") for size in (1, 2))
     with pytest.raises(ValueError, match="1 starts and 2 counts"):
         Segments(starts=one, counts=two)
+
+
+def test_the_traffic_of_several_processes_is_added_up() -> None:
+    parts = [StoreTraffic(num_puts=at, put_seconds=0.1 * at, read_bytes=2**40) for at in range(4)]
+    assert StoreTraffic.total(parts) == reduce(add, parts)
+    assert StoreTraffic.total(parts).num_puts == 6
+    assert StoreTraffic.total([]) == StoreTraffic()
