@@ -85,6 +85,7 @@ CATALOG: dict[str, ColumnSpec] = _by_name(
     ColumnSpec(name="finish_reason", axis="row", dtypes=("string",), producer="rollout"),
     ColumnSpec(name="turn_tokens", axis="turn", dtypes=("int32",), producer="rollout", unit="token"),
     ColumnSpec(name="turn_bridge_tokens", axis="turn", dtypes=("int32",), producer="rollout", unit="token"),
+    ColumnSpec(name="turn_parents", axis="turn", dtypes=("int32",), producer="rollout", unit="token"),
     ColumnSpec(name="turn_rewards", axis="turn", dtypes=("float",), producer="rollout", unit="reward"),
     ColumnSpec(name="turn_advantages", axis="turn", dtypes=("float",), producer="advantage", unit="reward"),
     ColumnSpec(name="episode_end", axis="row", dtypes=("string",), producer="rollout"),

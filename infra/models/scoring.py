@@ -46,6 +46,7 @@ def load_scoring_module(
         config.rollout.temperature,
         router_replay=replays,
         num_tokens=num_embeddings(config.model),  # a teacher may have more
+        may_branch=bool(config.environments),
     )
     compute_dtype = model.dtype_on(device.type)
     if mesh is None and compute_dtype != "float32":

@@ -33,7 +33,7 @@ from rl_core.storages import Tensors, storage_bytes
 from rl_core.telemetry import micro_batch_seconds
 from rl_core.training import RankRows, Trainer, policy_columns, training_columns
 from rl_core.training.optimizer import moments_of
-from rl_core.training.rows import TOKEN_COLUMNS
+from rl_core.training.rows import TOKEN_COLUMNS, branch_columns
 from rl_core.training.sharding import all_gather_object, full_tensor
 from rl_core.views import select
 from schemas.batch import BatchHandle
@@ -236,7 +236,8 @@ class PolicyWorker(ScoringWorker):
     def _update(self, batch: BatchHandle, plan: StepPlan, version: int) -> None:
         self._check_version(version)
         rows = rank_rows(plan.updates, self._rank)
-        mine = RankRows(rows, self._store.read(select(batch, rows), training_columns(self._config)))
+        names = dict.fromkeys((*training_columns(self._config), *branch_columns(batch.columns)))
+        mine = RankRows(rows, self._store.read(select(batch, rows), tuple(names)))
         self.wake(["weights", "optimizer"])
         incarnation, self._incarnation = self._incarnation, ""  # unusable until all updates are applied
         self._previous = copy_trained(self._module.model) if self._config.runtime.max_staleness else None

@@ -8,7 +8,7 @@ depends on the data: rows of equal length are stored in the same way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 Array = npt.NDArray[Any]
+BRANCH_COLUMNS = ("turn_tokens", "turn_bridge_tokens", "turn_parents")
 TURN_COLUMNS = ("turn_advantages", "turn_tokens", "turn_bridge_tokens")
 
 
@@ -178,3 +179,48 @@ def advantages_of_turns(advantages: pa.Array, sampled: pa.Array, between: pa.Arr
         [T] float32.
     """
     return np.repeat(flat_values(advantages), flat_values(sampled) + flat_values(between))
+
+
+class Branches(NamedTuple):
+    """Where turns of some rows leave the order of their row's tokens, and go on from an earlier one.
+
+    Attributes:
+        row: int64 [B], the row of each, ascending.
+        turn: int64 [B], the number of the turn in its row, from 0 on.
+        start: int64 [B], where in the response its tokens begin, those between it and the turn before it first.
+        parent: int64 [B], the token that it goes on from: 0 is the first one of the response, -1 the last one of the
+            prompt; -(P + 1) with a prompt of P tokens: it begins from nothing.
+    """
+
+    row: Array
+    turn: Array
+    start: Array
+    parent: Array
+
+
+def branches_of(sampled: pa.Array, between: pa.Array, parents: pa.Array) -> Branches:
+    """Return where rows branch.
+
+    Args:
+        sampled: `BRANCH_COLUMNS[0]`, the tokens of each turn.
+        between: `BRANCH_COLUMNS[1]`, the tokens that follow them.
+        parents: `BRANCH_COLUMNS[2]`, the token after which a turn goes on, with those between it and the turn before.
+
+    Example:
+        >>> of_turns = [[3, 2, 4]], [[1, 2, 0]], [[-1, 2, -1]]
+        >>> branches = branches_of(*(jagged(np.array(values[0], np.int32), np.array([3])) for values in of_turns))
+        >>> [each.tolist() for each in branches]
+        [[0], [2], [6], [-1]]
+    """
+    lengths = row_lengths(parents)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    turn = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    tokens, follow = (flat_values(column).astype(np.int64) for column in (sampled, between))
+    before = np.concatenate([np.zeros(1, np.int64), follow])[: len(follow)] * (turn > 0)  # of each turn
+    sizes = before + tokens
+    ends = np.cumsum(sizes)
+    start = ends - sizes
+    start -= np.repeat(start[np.cumsum(lengths) - lengths], lengths) if len(lengths) else start
+    parent = flat_values(parents).astype(np.int64)
+    found = np.flatnonzero(parent != start - 1)
+    return Branches(row[found], turn[found], start[found], parent[found])

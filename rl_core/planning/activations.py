@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from rl_core.scoring import pack_row, use_packed_attention, use_padded_attention
 from rl_core.scoring.comparison import Kind, one_line_errors
-from rl_core.scoring.forward import PackedRow, decoder, packed_hidden_states
+from rl_core.scoring.forward import decoder, packed_hidden_states
+from rl_core.scoring.packing import PackedRow
 from rl_core.training.sharding import layer_modules
 from schemas.errors import ModelError, ScoringError
 

@@ -10,8 +10,8 @@ from torch.distributed import DistError
 from transformers import PreTrainedModel
 
 from rl_core.scoring.attention import use_packed_attention, use_padded_attention
-from rl_core.scoring.forward import pack_row
 from rl_core.scoring.logprobs import packed_scores, padded_scores
+from rl_core.scoring.packing import Branch, pack_row
 from schemas.errors import ScoringError
 
 Kind = Literal["packed", "padded"]
@@ -31,7 +31,12 @@ def random_sequences(model: PreTrainedModel, lengths: Sequence[tuple[int, int]])
 
 
 def score_rows(
-    model: PreTrainedModel, sequences: Sequences, kind: Kind, *, share_prompts: bool = False
+    model: PreTrainedModel,
+    sequences: Sequences,
+    kind: Kind,
+    *,
+    share_prompts: bool = False,
+    branches: Sequence[Branch] = (),
 ) -> list[Tensor]:
     """Compute the log-probs of each sequence's response, all in one row; switch the model to the kind's attention.
 
@@ -40,6 +45,7 @@ def score_rows(
         sequences: Prompts and responses.
         kind: How the row is computed.
         share_prompts: Whether equal prompts are in a packed row once.
+        branches: Those of the responses, of a packed row.
 
     Raises:
         ScoringError: Scoring doesn't support the model, or the model's own code fails in such rows.
@@ -48,11 +54,33 @@ def score_rows(
     prompts, responses = zip(*sequences, strict=True)
     prompt_lengths, response_lengths = (torch.tensor([len(ids) for ids in parts]) for parts in (prompts, responses))
     ids = torch.cat(prompts), prompt_lengths, torch.cat(responses), response_lengths
-    row = pack_row(*ids, share_prompts=share_prompts)
+    row = pack_row(*ids, share_prompts=share_prompts, branches=branches)
     with one_line_errors(model, f"{kind} rows"):
         use(model)
         logprobs = score(model, row, temperature=1.0, chunk_tokens=_CHUNK_TOKENS).logprobs
     return list(torch.split(logprobs, response_lengths.tolist()))
+
+
+def score_branched(model: PreTrainedModel, sequences: Sequences) -> tuple[list[Tensor], list[Tensor]]:
+    """Score the first sequence with a branch in its response, the second one's response, packed and each path alone.
+
+    Its attention is eager afterwards.
+
+    Args:
+        model: The model.
+        sequences: At least two, of which the first has a response of at least two tokens.
+
+    Returns:
+        The log-probs of the response and of its branch, packed; and the same from the model's own forward.
+
+    Raises:
+        ScoringError: Scoring doesn't support the model, or the model's own code fails.
+    """
+    (prompt, response), (_, other) = sequences[:2]
+    branch = Branch(0, len(response), len(prompt) + 1)  # after the response's second token
+    (packed,) = score_rows(model, [(prompt, torch.cat([response, other]))], "packed", branches=[branch])
+    first, second = score_alone(model, [(prompt, response), (prompt, torch.cat([response[:2], other]))])
+    return [packed[: len(response)], packed[len(response) :]], [first, second[2:]]
 
 
 def score_alone(model: PreTrainedModel, sequences: Sequences) -> list[Tensor]:

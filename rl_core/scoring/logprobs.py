@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rl_core.scoring.forward import PackedRow, decoder, packed_hidden_states, padded_hidden_states
+from rl_core.scoring.forward import decoder, packed_hidden_states, padded_hidden_states
 from rl_core.scoring.head import HeadOptions, lm_head, score_targets
+from rl_core.scoring.packing import PackedRow
 
 EntropyMode = Literal[False, "no_grad", "grad"]
 

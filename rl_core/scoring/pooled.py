@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from rl_core.scoring.attention import use_packed_attention, use_padded_attention
 from rl_core.scoring.comparison import one_line_errors
-from rl_core.scoring.forward import PackedRow, pack_row, packed_hidden_states
+from rl_core.scoring.forward import packed_hidden_states
+from rl_core.scoring.packing import PackedRow, pack_row
 from schemas.errors import ScoringError
 
 _LENGTHS = (7, 3, 12)  # tokens of the probe's sequences

@@ -7,7 +7,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl_core.scoring.attention import use_packed_attention
-from rl_core.scoring.comparison import Kind, Sequences, random_sequences, score_alone, score_beginnings, score_rows
+from rl_core.scoring.comparison import (
+    Kind,
+    Sequences,
+    random_sequences,
+    score_alone,
+    score_beginnings,
+    score_branched,
+    score_rows,
+)
 from rl_core.scoring.head import lm_head
 from schemas.errors import ScoringError
 
@@ -24,7 +32,7 @@ _MAX_MOVEMENT_HALF, _MAX_DIFFERENCE_HALF = 0.05, 0.5
 
 
 @torch.no_grad()
-def leak_probe(model: PreTrainedModel, *, share_prompts: bool = False) -> None:
+def leak_probe(model: PreTrainedModel, *, share_prompts: bool = False, branches: bool = False) -> None:
     """Check that packed scoring is exact for a model.
 
     It packs three short random sequences. Changing one must not move the log-probs of the others, and the log-probs of
@@ -35,6 +43,7 @@ def leak_probe(model: PreTrainedModel, *, share_prompts: bool = False) -> None:
     Args:
         model: A causal language model that uses packed attention.
         share_prompts: Whether to check sequences that share a prompt, too.
+        branches: Whether to check a sequence that branches, too.
 
     Raises:
         ScoringError: Log-probs moved with another sequence or with later tokens, or differ from those of the sequence
@@ -57,6 +66,8 @@ def leak_probe(model: PreTrainedModel, *, share_prompts: bool = False) -> None:
         use_packed_attention(model)
     if share_prompts:
         _check_shared(model, sequences)
+    if branches:
+        _check_branched(model, sequences)
 
 
 @torch.no_grad()
@@ -90,6 +101,19 @@ def _check_shared(model: PreTrainedModel, sequences: Sequences) -> None:
         _check_movement(model, 1, shared, score_rows(model, [same[0], other, *same[2:]], "packed", share_prompts=True))
     except ScoringError as error:
         raise ScoringError(f"with a shared prompt, {error}; {_APART}") from error
+    finally:
+        use_packed_attention(model)
+
+
+def _check_branched(model: PreTrainedModel, sequences: Sequences) -> None:
+    """Let a response branch, and check that both of its paths score as alone, and that the first is isolated."""
+    try:
+        branched, alone = score_branched(model, sequences)
+        _check_agreement(model, branched, alone, "packed")
+        other = sequences[0], (sequences[1][0], _other_tokens(model, sequences[1][1]))
+        _check_movement(model, 1, branched, score_branched(model, other)[0])
+    except ScoringError as error:
+        raise ScoringError(f"with a branch of a trajectory, {error}; {_OTHER}") from error
     finally:
         use_packed_attention(model)
 

@@ -12,6 +12,7 @@ from rl_core.scoring.comparison import (
     random_sequences,
     score_alone,
     score_beginnings,
+    score_branched,
     score_rows,
 )
 from rl_core.scoring.logprobs import head_logprobs
@@ -92,11 +93,14 @@ def _shared_fault(model: PreTrainedModel, sequences: Sequences) -> str | None:
     twice = [(prompt, response) for prompt, _ in sequences for _, response in sequences[:2]]
     try:
         shared, apart = (score_rows(model, twice, "packed", share_prompts=share) for share in (True, False))
+        branched, alone = score_branched(model, sequences)
     except ScoringError as error:
         return str(error)
-    if relative_difference(torch.cat(shared), torch.cat(apart)) <= MAX_DIFFERENCE:
-        return None
-    return "log-probs of a tiny model of this family depend on it"
+    if relative_difference(torch.cat(shared), torch.cat(apart)) > MAX_DIFFERENCE:
+        return "log-probs of a tiny model of this family depend on it"
+    if relative_difference(torch.cat(branched), torch.cat(alone)) > MAX_DIFFERENCE:
+        return "log-probs of a tiny model of this family depend on branches in a row"
+    return None
 
 
 def relative_difference(ours: torch.Tensor, own: torch.Tensor) -> float:

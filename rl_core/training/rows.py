@@ -1,6 +1,6 @@
 """The rows of a step that one rank reads, and their log-probs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch.profiler import record_function
 
-from rl_core.columns.jagged import TURN_COLUMNS, advantages_of_turns, as_tensor, row_lengths
-from rl_core.scoring import PackedRow, pack_row
+from rl_core.columns.jagged import (
+    BRANCH_COLUMNS,
+    TURN_COLUMNS,
+    advantages_of_turns,
+    as_tensor,
+    branches_of,
+    row_lengths,
+)
+from rl_core.scoring import Branch, PackedRow, pack_row
 from rl_core.training.scoring_module import ScoringModule
 from rl_core.training.sharding import release_gathered
 from schemas.errors import ScoringError
@@ -41,7 +48,7 @@ class RankRows:
 
 
 def packed_row(columns: pa.RecordBatch, num_tokens: int | None = None) -> PackedRow:
-    """Pack all rows' tokens: `TOKEN_COLUMNS`, and `EXPERT_COLUMNS`, `MASK_COLUMNS` and a teacher's if there are.
+    """Pack all rows' tokens: `TOKEN_COLUMNS`, and experts, branches, sampling masks and a teacher's if there are.
 
     Args:
         columns: The rows.
@@ -64,6 +71,7 @@ def packed_row(columns: pa.RecordBatch, num_tokens: int | None = None) -> Packed
         response_lengths,
         (experts[0], experts[1]) if experts else None,
         share_prompts=planned < every,
+        branches=_branches(columns, prompt_lengths) if BRANCH_COLUMNS[-1] in columns.schema.names else (),
     )
     if planned < every and len(row.input_ids) > planned:
         raise ScoringError(
@@ -77,6 +85,17 @@ def packed_row(columns: pa.RecordBatch, num_tokens: int | None = None) -> Packed
         if column in columns.schema.names
     }
     return replace(row, **given) if given else row
+
+
+def branch_columns(stored: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the columns by which rows branch, if they are among those that are stored; else ()."""
+    return BRANCH_COLUMNS if BRANCH_COLUMNS[-1] in stored else ()
+
+
+def _branches(columns: pa.RecordBatch, prompt_lengths: NDArray[np.int64]) -> list[Branch]:
+    found = branches_of(*(columns[name] for name in BRANCH_COLUMNS))
+    parents = np.maximum(found.parent + prompt_lengths[found.row], -1)
+    return [Branch(*each) for each in zip(found.row.tolist(), found.start.tolist(), parents.tolist(), strict=True)]
 
 
 def token_advantages(columns: pa.RecordBatch) -> torch.Tensor:

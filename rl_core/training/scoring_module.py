@@ -18,6 +18,7 @@ from rl_core.scoring import (
     use_packed_attention,
     use_padded_attention,
 )
+from rl_core.scoring.forward import share_fault
 from rl_core.training.sharding import release_gathered
 from schemas.config.optim import PackingConfig
 
@@ -33,6 +34,7 @@ class ScoringModule(nn.Module):
         temperature: The sampler's temperature.
         router_replay: Whether the experts of tokens can be given, in rows.
         num_tokens: The most likely tokens are sought among the first of these; None: among all.
+        may_branch: Whether rows may have branches, if the model's sequences can share tokens.
 
     Raises:
         ModelError: They can't be given to models of this family.
@@ -46,13 +48,14 @@ class ScoringModule(nn.Module):
         *,
         router_replay: bool = False,
         num_tokens: int | None = None,
+        may_branch: bool = False,
     ) -> None:
         super().__init__()
         self._replay = RouterReplay(model) if router_replay else None
         self.model = model
         self._chunk_tokens, self._temperature = packing.logits_chunk_tokens, temperature
         self._shares_prompts = bool(packing.share_prompts)
-        self._num_tokens = num_tokens
+        self._num_tokens, self._may_branch = num_tokens, may_branch
         if packing.kind == "packed":
             use_packed_attention(model)
             self._scores = packed_scores
@@ -102,7 +105,8 @@ class ScoringModule(nn.Module):
 
     def _check(self) -> None:
         if self._scores is packed_scores:
-            leak_probe(self.model, share_prompts=self._shares_prompts)
+            branches = self._may_branch and share_fault(self.model.config) is None
+            leak_probe(self.model, share_prompts=self._shares_prompts, branches=branches)
         else:
             padded_probe(self.model)
         if self._replay is not None:

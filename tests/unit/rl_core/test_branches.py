@@ -1,0 +1,159 @@
+"""Rows that branch: log-probs and gradients are those of each path alone, for every tree, packing and sharing."""
+
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of, jagged
+from rl_core.scoring import Branch, leak_probe, pack_row, packed_scores
+from rl_core.training.rows import packed_row
+from schemas.errors import ScoringError
+from tests.unit.rl_core.gradients import gradients, relative_error
+from tests.unit.rl_core.test_shared_prompts import MODELS, TOLERANCES, model_of
+
+Tree = tuple[int, list[tuple[int, int, float]]]  # prompt tokens; of each turn, tokens before it and of it, and a parent
+
+# The parent is a share of the tokens so far: 1 is the last one, so that the turn doesn't branch, and 0 none.
+TREES = st.lists(
+    st.tuples(
+        st.integers(1, 6),
+        st.lists(
+            st.tuples(st.integers(0, 3), st.integers(1, 4), st.sampled_from((0.0, 0.2, 0.5, 0.8, 1.0))),
+            min_size=1,
+            max_size=6,
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def columns_of(trees: list[Tree], seed: int, vocab_size: int, *, same_prompt: bool = False) -> pa.RecordBatch:
+    """Return the rows of trees as a rollout stores them."""
+    random = np.random.default_rng(seed)
+    prompts, responses = [], []
+    tokens, bridges, parents = [], [], []
+    for prompt, turns in trees:
+        prompt = trees[0][0] if same_prompt else prompt
+        sizes = [(before if at else 0, own) for at, (before, own, _) in enumerate(turns)]
+        starts = np.cumsum([0, *map(sum, sizes)])[:-1]
+        prompts.append(random.integers(vocab_size, size=prompt))
+        responses.append(random.integers(vocab_size, size=sum(map(sum, sizes))))
+        tokens.append([own for _, own in sizes])
+        bridges.append([*(before for before, _ in sizes[1:]), 0])
+        parents.append(
+            [
+                -1,
+                *(
+                    round((prompt + start) * share) - prompt - 1
+                    for start, (_, _, share) in zip(starts[1:], turns[1:], strict=True)
+                ),
+            ]
+        )
+    if same_prompt:
+        prompts = [prompts[0]] * len(prompts)
+    lists = dict(
+        zip(
+            ("prompt_ids", "response_ids", *BRANCH_COLUMNS), (prompts, responses, tokens, bridges, parents), strict=True
+        )
+    )
+    return pa.record_batch({name: jagged([np.asarray(row, np.int32) for row in rows]) for name, rows in lists.items()})
+
+
+def paths_of(columns: pa.RecordBatch) -> tuple[list[np.ndarray], list[list[tuple[int, int, int]]]]:
+    """Return the tokens of each row's paths, and for each of its response tokens its path and place there."""
+    paths: list[np.ndarray] = []
+    places = []
+    for row in columns.to_pylist():
+        all_ids, num_prompt = [*row["prompt_ids"], *row["response_ids"]], len(row["prompt_ids"])
+        sizes = [sum(pair) for pair in zip([0, *row["turn_bridge_tokens"][:-1]], row["turn_tokens"], strict=True)]
+        before = list(range(num_prompt))  # the token numbers of a path
+        path_to = {at: before[: at + 1] for at in range(num_prompt)} | {-1: []}
+        found = []
+        for (start, stop), parent in zip(pairwise(np.cumsum([0, *sizes]).tolist()), row["turn_parents"], strict=True):
+            path = [*path_to[num_prompt + parent], *range(num_prompt + start, num_prompt + stop)]
+            for at in range(num_prompt + start, num_prompt + stop):
+                path_to[at] = path[: path.index(at) + 1]
+                found.append((len(paths), path.index(at), at))
+            paths.append(np.array([all_ids[at] for at in path]))
+        places.append(found)
+    return paths, places
+
+
+def scored_alone(model: PreTrainedModel, columns: pa.RecordBatch) -> torch.Tensor:
+    """Score each path in a row of its own; the token that nothing predicts has the log-prob 0."""
+    paths, places = paths_of(columns)
+    scores = []
+    for path in paths:
+        ids = torch.from_numpy(path)
+        row = pack_row(ids[:1], np.array([1]), ids[1:], np.array([len(ids) - 1]))
+        logprobs = packed_scores(model, row, temperature=0.8, chunk_tokens=16).logprobs
+        scores.append(torch.cat([logprobs.new_zeros(1), logprobs]))
+    return torch.stack([scores[path][at] for row in places for path, at, _ in row])
+
+
+def has_predictor(columns: pa.RecordBatch) -> torch.Tensor:
+    return torch.tensor([at > 0 for row in paths_of(columns)[1] for _, at, _ in row])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=12)
+@given(TREES, st.integers(0, 9), st.booleans())
+def test_branched_rows_score_as_their_paths(name: str, trees: list[Tree], seed: int, same_prompt: bool) -> None:
+    model = model_of(name)
+    columns = columns_of(trees, seed, model.config.get_text_config().vocab_size, same_prompt=same_prompt)
+    prompts = [len(row) for row in columns["prompt_ids"].to_pylist()]
+    shared = sum(prompts[1:]) if same_prompt else 0
+    total = sum(prompts) + sum(map(len, columns["response_ids"].to_pylist()))
+    row = packed_row(columns, total - shared)
+    assert len(row.input_ids) == total - shared  # each token is computed once
+    keep = has_predictor(columns)
+    weights = torch.linspace(0.5, 1.5, len(keep))
+    ours = packed_scores(model, row, temperature=0.8, chunk_tokens=16).logprobs
+    found = gradients(model, (ours * weights)[keep].sum()) if keep.any() else None
+    alone = scored_alone(model, columns)
+    torch.testing.assert_close(ours[keep], alone[keep], rtol=TOLERANCES[name], atol=TOLERANCES[name])
+    if found is not None:
+        assert relative_error(found, gradients(model, (alone * weights)[keep].sum())) < TOLERANCES[name]
+
+
+def test_branches_of_columns() -> None:
+    columns = columns_of([(4, [(0, 2, 1), (1, 3, 1.0)]), (2, [(0, 2, 1), (2, 1, 0.5), (0, 2, 0.0)])], 0, 9)
+    found = branches_of(*(columns[name] for name in BRANCH_COLUMNS))
+    assert [each.tolist() for each in found] == [[1, 1], [1, 2], [2, 5], [-1, -3]]
+    nothing = branches_of(*(columns[name][:0] for name in BRANCH_COLUMNS))
+    assert [len(each) for each in nothing] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("branches", "message"),
+    [
+        ([Branch(0, 1, 3)], "can't go from token 3 to response token 1"),
+        ([Branch(0, 4, 0)], "can't go from token 0 to response token 4"),
+        ([Branch(0, 2, 0), Branch(0, 1, 0)], "can't go"),
+        ([Branch(1, 1, 0)], r"branches of sequences \[1\]"),
+    ],
+)
+def test_wrong_branches(branches: list[Branch], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack_row(torch.tensor([5, 6]), np.array([2]), torch.tensor([1, 2, 3, 4]), np.array([4]), branches=branches)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_probe_checks_a_branch(name: str) -> None:
+    leak_probe(model_of(name), branches=True)
+
+
+def test_the_probe_finds_branches_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*arguments: object, branches: object = (), **options: object) -> object:
+        return pack_row(*arguments, **options)
+
+    monkeypatch.setattr("rl_core.scoring.comparison.pack_row", without)
+    with pytest.raises(ScoringError, match="with a branch of a trajectory"):
+        leak_probe(model_of(next(iter(MODELS))), branches=True)
