@@ -140,6 +140,16 @@ def with_sharing(config: RunConfig) -> tuple[RunConfig, str]:
     return config.replace(packing=config.packing.replace(share_prompts=fault is None)), line
 
 
+def branch_fault(config: RunConfig) -> str | None:
+    """Return why the rows of a run can't branch; None: they can."""
+    faults = {
+        'packing.kind is "padded"': config.packing.kind == "padded",
+        "rollout.router_replay replays the experts of one path": config.rollout.router_replay,
+        "teachers read each row as one path": config.distillation is not None,
+    }
+    return next((fault for fault, is_so in faults.items() if is_so), None) or _structural_fault(config)
+
+
 def _sharing_fault(config: RunConfig) -> str | None:
     """Return why samples can't share prompts; None: they can."""
     faults = {
@@ -152,6 +162,11 @@ def _sharing_fault(config: RunConfig) -> str | None:
     }
     if (fault := next((fault for fault, is_so in faults.items() if is_so), None)) is not None:
         return fault
+    return _structural_fault(config)
+
+
+def _structural_fault(config: RunConfig) -> str | None:
+    """Return why packed sequences of a run's model can't have tokens in common; None: they can."""
     family = _family_of(config)
     structure = _structure(family)
     if structure is None:

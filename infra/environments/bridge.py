@@ -181,9 +181,7 @@ class Dialogue:
             return prompt, f"reset: {reply.failure.message}"
         if not reply.observations:
             return prompt, None
-        roles = reply.roles or [reply.role] * len(reply.observations)
-        added = [{"role": role, "content": text} for role, text in zip(roles, reply.observations, strict=True)]
-        messages = added if reply.roles else [*prompt.messages, *added]
+        messages = reply.messages if reply.roles else [*prompt.messages, *reply.messages]
         try:
             token_ids = self._chat(reply.tools).encode(messages)
         except ChatTemplateError as error:
@@ -204,6 +202,19 @@ class Dialogue:
         if not isinstance(self.config, ProgramEnvironment):
             return turn.action
         return write_turn(turn.action, num_tokens - turn.num_tokens, turn.num_tokens)
+
+    def encode(self, reply: Reply) -> np.ndarray:
+        """Return the tokens of a whole chat, up to the beginning of the model's turn: int64 [L].
+
+        Raises:
+            ChatTemplateError: The chat template can't write it.
+        """
+        try:
+            return np.array(self._chat(reply.tools).encode(reply.messages), dtype=np.int64)
+        except ChatTemplateError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise ChatTemplateError(f"a chat can't be encoded: {error}") from error
 
     def bridge(self, role: str, observations: Sequence[str], last_id: int, tools: str = "") -> np.ndarray:
         """Return the tokens from the end of a turn, whose last one is `last_id`, to the beginning of the next one.

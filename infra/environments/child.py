@@ -29,6 +29,7 @@ from infra.processes.calls import Call, CallError, Parent, describe, outside_of_
 from infra.processes.threads import ThreadPerCall
 
 MAX_MESSAGES = 64  # of one observation
+OF_MESSAGES = ("name", "tool_calls", "tool_call_id")  # what they may have besides role and content
 RESULT = "return (observation, reward, done), or Step(observation, reward, done, metrics)"
 
 
@@ -250,33 +251,43 @@ def _keeps_state(environment_class: Callable[..., Any]) -> bool:
 def read_message(result: object, max_characters: int) -> dict[str, Any]:
     """Return what `reset` returned, in JSON's types; None is no message, and a chat has the roles of its messages."""
     if isinstance(result, Mapping):
-        return read_chat(result.get("messages"), result.get("tools"))
+        return read_chat("reset", result.get("messages"), result.get("tools"))
     return {"observations": [] if result is None else read_observation("reset", result, max_characters)}
 
 
-def read_chat(messages: Any, tools: Any) -> dict[str, Any]:
-    """Return a chat that `reset` returned, whose length `data.max_prompt_tokens` limits.
+def read_chat(method: str, messages: Any, tools: Any) -> dict[str, Any]:
+    """Return a chat that `reset` or `step` returned, whose length is limited in tokens.
+
+    Args:
+        method: Which of them.
+        messages: The messages.
+        tools: The tools that the model may call.
 
     Raises:
         CallError: A message is no dict of `role` and `content`, or its content can't be encoded; or the tools aren't
             JSON.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise CallError("invalid", f"reset() returned the messages {messages!r:.80}; return at least one")
+        raise CallError("invalid", f"{method}() returned the messages {messages!r:.80}; return at least one")
     for message in messages:
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
             raise CallError(
-                "invalid", f"reset() returned the message {message!r:.80}; return dicts of role and content"
+                "invalid", f"{method}() returned the message {message!r:.80}; return dicts of role and content"
             )
     texts, roles = ([message[key] for message in messages] for key in ("content", "role"))
-    try:
-        declared = {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CallError("invalid", f"reset() returned tools that aren't JSON: {error}") from error
+    extras = [{key: message[key] for key in OF_MESSAGES if message.get(key)} for message in messages]
+    declared = {}
+    for name, value in (("extras", extras if any(extras) else None), ("tools", tools)):
+        try:
+            if value:
+                declared[name] = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            what = "tools" if name == "tools" else "messages"
+            raise CallError("invalid", f"{method}() returned {what} that aren't JSON: {error}") from error
     for text in (*texts, *roles, *declared.values()):
-        _check_encodable("reset", text)
+        _check_encodable(method, text)
     return {"observations": texts, "roles": roles, **declared}
 
 
@@ -297,11 +308,31 @@ def read_step(result: object, max_characters: int) -> dict[str, Any]:
     for name in metrics:
         _check_encodable("step", str(name))
     return {
-        "observations": read_observation("step", observation, max_characters),
+        **read_next(observation, max_characters),
         "reward": _number("reward", reward),
         "done": bool(done),
         "metrics": {str(name): _number(f"metric {name!r}", value) for name, value in metrics.items()},
     }
+
+
+def read_next(observation: object, max_characters: int) -> dict[str, Any]:
+    """Return what `step` returned as its observation: messages, perhaps after an earlier turn, or a whole chat.
+
+    Raises:
+        CallError: It is none of these.
+    """
+    if not isinstance(observation, Mapping):
+        return {"observations": read_observation("step", observation, max_characters)}
+    if "messages" in observation:
+        return read_chat("step", observation["messages"], observation.get("tools"))
+    after = observation.get("after")
+    if type(after) is not int or after < 1:
+        raise CallError(
+            "invalid",
+            f"step() returned the observation {observation!r:.80}; a dict has `messages`, or `observation` and "
+            "`after`, the number of a turn from 1 on",
+        )
+    return {"observations": read_observation("step", observation.get("observation"), max_characters), "after": after}
 
 
 def read_observation(method: str, value: object, max_characters: int) -> list[str]:

@@ -4,7 +4,7 @@ While some rows sample, the environments of others answer; `environment.resume_r
 In lockstep and by batch, the same batch gives the same trajectories, bit for bit, however long the environments take.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
@@ -90,6 +90,7 @@ class Episodes:
         engine: Samples the model's turns.
         pool: Where the environments run.
         tokenizer: The tokenizer of the engine's model.
+        branch_fault: Returns why trajectories can't branch; None: they can.
     """
 
     def __init__(
@@ -98,8 +99,10 @@ class Episodes:
         engine: RolloutEngine,
         pool: EnvironmentPool,
         tokenizer: PreTrainedTokenizerBase,
+        branch_fault: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._dialogues, self._engine, self._pool, self._tokenizer = dialogues, engine, pool, tokenizer
+        self._branch_fault = branch_fault
 
     def begin(
         self, prompts: Sequence[PromptRow], seeds: Sequence[int], journal: Journal | None = None
@@ -171,10 +174,10 @@ class Episodes:
                 return end
             if dialogue is None or exchange.reply is None:
                 return None
-            bridge, end = self._answer(row, dialogue, exchange.reply, sampling.max_response_tokens)
+            bridge, parent, end = self._answer(row, dialogue, exchange.reply, sampling.max_response_tokens)
             if end is not None:
                 return end
-            row.add_bridge(bridge)
+            row.add_bridge(bridge, parent)
         return None
 
     def _decode(
@@ -203,7 +206,7 @@ class Episodes:
                         yield self._finish(row, end)
                     else:
                         assert dialogue is not None, "a row without an environment ends with its first turn"
-                        waiting.await_answer(row.number, dialogue.action(row.turns[-1], len(row.history)))
+                        waiting.await_answer(row.number, dialogue.action(row.turns[-1], len(row.context)))
                 for number, reply in waiting.resumed(rows.num_unfinished):
                     row, dialogue = builders[number], self._dialogue_of(prompts[number])
                     assert dialogue is not None, "a row without an environment gets no answer"
@@ -212,14 +215,19 @@ class Episodes:
                         prompts[number], self._resets[number] = self._begun(*self._answers.open_again(number))
                         begin([self._builder(number, prompts[number], seeds[number], is_restarted=True)])
                         continue
-                    bridge, end = self._answer(row, dialogue, reply, sampling.max_response_tokens)
+                    bridge, parent, end = self._answer(row, dialogue, reply, sampling.max_response_tokens)
                     if end is not None:
                         rows.end(row.place)
                         yield self._finish(row, end)
-                    else:
-                        row.add_bridge(bridge)
-                        seed = derive_seed(row.seed, len(row.turns))
+                        continue
+                    seed = derive_seed(row.seed, len(row.turns))
+                    if not row.add_bridge(bridge, parent):
                         rows.extend(row.place, bridge, seed, _turn_limit(row, dialogue, sampling))
+                        continue
+                    rows.end(row.place)
+                    limit = _turn_limit(row, dialogue, sampling)
+                    (row.place,) = rows.begin([GenerationRequest(row.context, (seed,), limit)])
+                    by_place[row.place] = row
 
     def _begun(self, prompt: PromptRow, reply: Reply | None) -> tuple[PromptRow, _Reset]:
         """Return a row's prompt with what the reset has added to it, and how the reset went."""
@@ -265,28 +273,53 @@ class Episodes:
 
     def _answer(
         self, row: TrajectoryBuilder, dialogue: Dialogue, reply: Reply, limit: int
-    ) -> tuple[np.ndarray, EpisodeEnd | None]:
-        """Note an environment's answer in its row; return the tokens up to its next turn, and why it ends, or None."""
-        nothing = np.empty(0, dtype=np.int64)
+    ) -> tuple[np.ndarray, int, EpisodeEnd | None]:
+        """Note an environment's answer in its row, and find what follows.
+
+        Returns:
+            The tokens up to its next turn; the number in its history of the one that they follow, or -1; and why it
+            ends, or None.
+        """
+        nothing = np.empty(0, dtype=np.int64), -1
         if reply.failure is not None:
             if not (dialogue.has_tools and reply.failure.kind == "timeout"):
                 row.add_seconds(reply.seconds)
                 row.failure = f"turn {len(row.turns)}: {reply.failure.message}"
-                return nothing, "failed"
+                return *nothing, "failed"
             # What the model can cause must not take its row out of the training, or it learns to cause it.
             text = _TOOL_TIMEOUT.format(dialogue.config.step_timeout_seconds)
             reply = replace(reply, observations=(text,), metrics={"tool_timeouts": 1.0}, failure=None)
         row.add_answer(reply)
         if reply.done:
-            return nothing, "done"
+            return *nothing, "done"
         if len(row.turns) >= dialogue.config.max_turns:
-            return nothing, "turns"
+            return *nothing, "turns"
         try:
-            bridge = dialogue.bridge(reply.role, reply.observations, int(row.history[-1]), row.tools)
+            bridge, parent = self._continue(row, dialogue, reply)
         except ChatTemplateError as error:
             row.failure = f"turn {len(row.turns)}: {error}"
-            return nothing, "failed"
-        return bridge, "length" if row.num_tokens + len(bridge) >= limit else None
+            return *nothing, "failed"
+        return bridge, parent, "length" if row.num_tokens + len(bridge) >= limit else None
+
+    def _continue(self, row: TrajectoryBuilder, dialogue: Dialogue, reply: Reply) -> tuple[np.ndarray, int]:
+        """Return the tokens up to a row's next turn, and the number of the one that they follow, or -1.
+
+        Raises:
+            ChatTemplateError: The chat template can't write the messages; or they begin a branch, which rows of this
+                run can't have, or one after a turn that there wasn't.
+        """
+        if reply.roles:
+            token_ids = dialogue.encode(reply)
+            num_common, parent = row.find_beginning(token_ids)
+            bridge, row.tools = token_ids[num_common:], reply.tools
+        else:
+            if reply.after > len(row.turns):
+                raise ChatTemplateError(f"the answer follows turn {reply.after}, but there are {len(row.turns)}")
+            parent, row.tools = row.end_of(reply.after or len(row.turns))
+            bridge = dialogue.bridge(reply.role, reply.observations, int(row.history[parent]), row.tools)
+        if parent != len(row.history) - 1 and (fault := self._branch_fault()) is not None:
+            raise ChatTemplateError(f"the trajectory branches, but {fault}")
+        return bridge, parent
 
     def _finish(self, row: TrajectoryBuilder, end: EpisodeEnd) -> tuple[int, Trajectory]:
         self._answers.end(row.number)

@@ -56,7 +56,9 @@ class Answer(Frozen):
 
     observations: tuple[str, ...]
     roles: tuple[str, ...] = ()
+    extras: str = ""
     tools: str = ""
+    after: NonNegativeInt = 0
     reward: FiniteFloat
     done: bool
     metrics: dict[str, FiniteFloat]

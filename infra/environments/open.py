@@ -3,6 +3,7 @@
 import platform
 import shutil
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from infra.datasets import PromptDataset, PromptRow
 from infra.datasets.environments import schemas_of_tools
 from infra.engines.base import RolloutEngine
+from infra.engines.families import branch_fault
 from infra.environments.bridge import Dialogue
 from infra.environments.episodes import Episodes
 from infra.environments.pool import EnvironmentClass, EnvironmentPool
@@ -40,7 +42,7 @@ def open_episodes(config: RunConfig, engine: RolloutEngine, tokenizer: PreTraine
     pool = EnvironmentPool(*(environment_class(each, config.rollout) for each in config.environments))
     pool.start()
     pool.wait_until_ready()
-    return Episodes(dialogues, engine, pool, tokenizer)
+    return Episodes(dialogues, engine, pool, tokenizer, partial(branch_fault, config))
 
 
 def check_environments(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset) -> None:

@@ -28,6 +28,7 @@ from infra.integrations.chat_completions import (
     MODEL,
     ChatError,
     Conversation,
+    Request,
     begin_task,
     complete,
     refusal,
@@ -128,7 +129,8 @@ class Program:
         self._task, self._seed, self._memory_bytes = task, seed, memory_bytes
         self._command = resolve(command)
         self._grade = None if grader is None else load_grader(grader)
-        self._conversation = Conversation("the program", None, SETTINGS, sampling)
+        self._conversation = Conversation("the program", None, SETTINGS, sampling, branches=True)
+        self._num_turns = 0
         self._number: str | None = None
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -137,12 +139,11 @@ class Program:
         """Start the program, and return the chat and tools of its first request, which are the trajectory's prompt."""
         self._number, url, key = await gateway().open(self._conversation)
         self._ended = self._start(url, key)
-        added = await self._conversation.next_request(self._ended)
-        if added is None:
+        request = await self._conversation.next_request(self._ended)
+        if request is None:
             how = kill_group(self._started())
             raise ChatError(f"the program ended with {how} before it asked its model anything; {self._said()}")
-        messages = [{"role": message.role, "content": message.content} for message in added]
-        return {"messages": messages, "tools": self._conversation.tools}
+        return _chat_of(request)
 
     async def step(self, action: str) -> Step:
         """Answer the outstanding request by a turn (`write_turn`); return what the next one adds, or the reward."""
@@ -150,11 +151,15 @@ class Program:
             raise ChatError(f"the program ended while it waited for its model's turn; {self._said()}")
         turn = json.loads(action)
         self._conversation.answer(turn["text"], turn["usage"])
-        added = await self._conversation.next_request(self._ended)
-        if added is None:
+        self._num_turns += 1
+        request = await self._conversation.next_request(self._ended)
+        if request is None:
             return await self._end()
-        self.role = added[0].role
-        return Step([message.content for message in added])
+        if request.after is None:
+            return Step(_chat_of(request))
+        self.role = request.role
+        texts = [message.content for message in request.messages]
+        return Step(texts if request.after == self._num_turns else {"observation": texts, "after": request.after})
 
     async def close(self) -> None:
         """Kill the program and its children, and remove its folder."""
@@ -221,8 +226,8 @@ class Program:
             if process.returncode != 0:
                 raise ChatError(f"the program ended with {how}; {self._said()}")
             return Step("", *_printed(output))
-        messages = [message.as_openai() for message in self._conversation.chat]
-        finished = FinishedProgram(self._task, messages, self._home, process.returncode, output)
+        chats = [[message.as_openai() for message in chat] for chat in self._conversation.chats]
+        finished = FinishedProgram(self._task, chats[-1], self._home, process.returncode, output, chats)
         result = await asyncio.to_thread(self._grade, finished)
         if inspect.isawaitable(result):
             result = await result
@@ -256,6 +261,11 @@ class Program:
         """Return the end of what the program wrote to its standard error, for messages."""
         said = self._end_of("stderr").strip()
         return f"its stderr ends with: {said[-ERROR_CHARACTERS:]}" if said else "it wrote nothing to stderr"
+
+
+def _chat_of(request: Request) -> dict[str, Any]:
+    """Return a whole chat as an environment names it."""
+    return {"messages": [message.for_template() for message in request.messages], "tools": request.tools}
 
 
 def _kill_descendants(pid: int) -> None:

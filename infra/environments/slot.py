@@ -74,8 +74,11 @@ class Reply:
         seconds: Time spent in the call.
         failure: Why there is no answer; then all of the above but `seconds` are defaults.
         is_recorded: Whether it is from the journal, and no environment was asked.
-        roles: Of the messages, if they take the place of the data row's prompt.
+        roles: Of the messages, if they are a whole chat: of a reset, it takes the place of the data row's prompt; of a
+            step, the trajectory goes on from the longest beginning that its tokens share with an earlier chat.
+        extras: JSON of what else the messages of a whole chat have, such as calls of tools; empty: nothing.
         tools: JSON of the tools that then belong to it; empty: none.
+        after: The number of the turn, from 1 on, that the messages follow; 0: the newest.
     """
 
     observations: tuple[str, ...] = ()
@@ -87,15 +90,32 @@ class Reply:
     failure: Failure | None = None
     is_recorded: bool = False
     roles: tuple[str, ...] = ()
+    extras: str = ""
     tools: str = ""
+    after: int = 0
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages, as chat templates take them."""
+        roles = self.roles or [self.role] * len(self.observations)
+        extras = json.loads(self.extras) if self.extras else [{}] * len(roles)
+        return [
+            {"role": role, "content": text, **others}
+            for role, text, others in zip(roles, self.observations, extras, strict=True)
+        ]
+
+    @property
+    def news(self) -> tuple[str, ...]:
+        """The texts of the messages, of a whole chat those after the model's last one."""
+        last = max((at for at, role in enumerate(self.roles, start=1) if role == "assistant"), default=0)
+        return self.observations[last:]
 
     def as_message(self, *, is_reset: bool) -> dict[str, Any]:
         """Return it as its environment's process sent it, without its time."""
         message: dict[str, Any] = {"observations": list(self.observations), "role": self.role}
         if self.roles:
             message["roles"] = list(self.roles)
-        if self.tools:
-            message["tools"] = self.tools
+        message |= {name: value for name in ("extras", "tools", "after") if (value := getattr(self, name))}
         if not is_reset:
             message |= {"reward": self.reward, "done": self.done, "metrics": dict(self.metrics)}
         return message

@@ -37,6 +37,7 @@ class Trajectory(Generation):
 
     loss_mask: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=bool))  # bool [R]; the model's tokens
     turns: tuple[Turn, ...] = ()  # at least one
+    parents: tuple[int, ...] = ()  # of each turn, see `rl_core.columns.jagged.Branches.parent`
     end: EpisodeEnd = "done"
     failure: str | None = None  # the environment's
     metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's, summed over the turns
@@ -48,6 +49,13 @@ class Trajectory(Generation):
     def reward(self) -> float:
         """The sum of the turns' rewards."""
         return sum(turn.reward for turn in self.turns)
+
+    @property
+    def num_branches(self) -> int:
+        """How many turns go on from another token than the one before them."""
+        starts = np.cumsum([0, *(turn.num_tokens for turn in self.turns)])[:-1]
+        between = np.cumsum([0, 0, *(turn.num_bridge_tokens for turn in self.turns)])[: len(self.turns)]
+        return int((np.asarray(self.parents, dtype=np.int64) != starts + between - 1).sum())
 
     @property
     def last_turn_ids(self) -> np.ndarray:
@@ -83,6 +91,7 @@ class TrajectoryBuilder:
 
     Attributes:
         place: The number of its row in the engine, once it has one.
+        tools: Those of the chat of its next turn.
     """
 
     def __init__(
@@ -97,8 +106,11 @@ class TrajectoryBuilder:
         is_restarted: bool = False,
     ) -> None:
         self.number, self.seed, self.failure, self.place, self.tools = number, seed, failure, -1, tools
-        self.history = np.asarray(prompt_ids, dtype=np.int64)  # [P + R], prompt and tokens so far
+        self.history = np.asarray(prompt_ids, dtype=np.int64)  # [P + R], prompt and tokens so far, of all branches
         self.turns: list[Turn] = []
+        self._branches = [(0, -1)]  # where in `history` the tokens of each begin, and the one that they go on from
+        self._parents = [-1]  # of each turn, and of the next one
+        self._ends: list[tuple[int, str]] = []  # of each turn, its last token in `history`, and its chat's tools
         self._num_prompt = len(self.history)
         self._logprobs: list[np.ndarray] = []
         self._masks: list[np.ndarray] = []
@@ -111,15 +123,55 @@ class TrajectoryBuilder:
         """The tokens after the prompt."""
         return len(self.history) - self._num_prompt
 
+    @property
+    def context(self) -> np.ndarray:
+        """The tokens that the next turn follows: integers [L]."""
+        return self.history[self._path_to(len(self.history) - 1)]
+
+    def end_of(self, turn: int) -> tuple[int, str]:
+        """Return the last token of a turn, the first being 1, as a number in `history`; and the tools of its chat."""
+        return self._ends[turn - 1]
+
+    def find_beginning(self, token_ids: np.ndarray) -> tuple[int, int]:
+        """Return how many tokens a chat has in common with the beginning of an earlier one, at most.
+
+        Args:
+            token_ids: Integers [L], the chat.
+
+        Returns:
+            The number, and that of the last common one in `history`; -1: there is none.
+        """
+        following = [start for start, _ in self._branches[1:]]
+        ends = sorted({*(start - 1 for start in following), len(self.history) - 1})
+        best = 0, -1
+        for end in ends:
+            path = self._path_to(end)
+            size = min(len(path), len(token_ids))
+            same = self.history[path[:size]] == token_ids[:size]
+            length = size if same.all() else int(same.argmin())
+            if length > best[0]:
+                best = length, int(path[length - 1])
+        return best
+
+    def _path_to(self, end: int) -> np.ndarray:
+        """Return the numbers of the tokens up to one of `history`, on its path."""
+        parts = []
+        while end >= 0:
+            start, parent = next(branch for branch in reversed(self._branches) if branch[0] <= end)
+            parts.append(np.arange(start, end + 1))
+            end = parent
+        return np.concatenate([np.empty(0, dtype=np.int64), *reversed(parts)])
+
     def add_turn(self, generation: Generation, action: str) -> None:
         """Add what the model has sampled."""
         self._append(generation.token_ids, generation.logprobs, generation.sampling_mask, is_sampled=True)
         self.turns.append(Turn(len(generation.token_ids), action))
+        self._ends.append((len(self.history) - 1, self.tools))
 
     def add_answer(self, reply: Reply) -> None:
         """Note what the environment answered to the newest turn."""
         turn = self.turns[-1]
-        self.turns[-1] = Turn(turn.num_tokens, turn.action, 0, reply.observations, reply.reward)
+        self.turns[-1] = Turn(turn.num_tokens, turn.action, 0, reply.news, reply.reward)
         self._metrics.update(reply.metrics)
         self.add_seconds(reply.seconds)
         self._num_recorded += reply.is_recorded
@@ -128,12 +180,21 @@ class TrajectoryBuilder:
         """Count the time of an environment's call, whether it has an answer or failed."""
         self._seconds += seconds
 
-    def add_bridge(self, token_ids: np.ndarray) -> None:
-        """Add the tokens between the newest turn and the next one."""
+    def add_bridge(self, token_ids: np.ndarray, parent: int) -> bool:
+        """Add the tokens between a turn and the next one; return whether they begin a branch.
+
+        Args:
+            token_ids: Integers [B].
+            parent: The number of the token in `history` that they follow; -1: none.
+        """
+        if branches := parent != len(self.history) - 1:
+            self._branches.append((len(self.history), parent))
+        self._parents.append(parent - self._num_prompt)
         everything = SamplingMask(np.zeros(len(token_ids), dtype=np.int32), np.empty(0, dtype=np.int32))
         self._append(token_ids, np.zeros(len(token_ids), dtype=np.float32), everything, is_sampled=False)
         turn = self.turns[-1]
         self.turns[-1] = Turn(turn.num_tokens, turn.action, len(token_ids), turn.observations, turn.reward)
+        return branches
 
     def finish(self, end: EpisodeEnd) -> Trajectory:
         """Return the trajectory."""
@@ -144,6 +205,7 @@ class TrajectoryBuilder:
             sampling_mask=_joined(self._sampling_masks),
             loss_mask=np.concatenate(self._masks),
             turns=tuple(self.turns),
+            parents=tuple(self._parents[: len(self.turns)]),
             end=end,
             failure=self.failure,
             metrics=dict(self._metrics),
@@ -183,6 +245,7 @@ def describe(trajectories: Sequence[Trajectory]) -> Metrics:
     return {
         "turns": Mean(total=sum(len(trajectory.turns) for trajectory in trajectories), weight=count),
         "turns/environment_tokens": Mean(total=bridges, weight=count),
+        "turns/branches": Mean(total=sum(trajectory.num_branches for trajectory in trajectories), weight=count),
         "turns/failed": Sum(value=ends["failed"]),
         **{f"turns/ended_{end}": Mean(total=ends[end], weight=count) for end in ends},
         **{f"environment/{name}": Mean(total=total, weight=count) for name, total in own.items()},

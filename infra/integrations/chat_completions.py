@@ -1,7 +1,7 @@
 """A model whose turns are asked for over OpenAI's chat completions, by what plays an environment itself.
 
-A request must extend the chat of the one before it; it waits until the turn that follows has been sampled. Needs
-aiohttp, the standard library and `rl_core.environments` only, as other interpreters import it, too.
+A request extends the chat of an earlier one, or begins a branch; it waits until the turn that follows has been sampled.
+Needs aiohttp, the standard library and `rl_core.environments` only, as other interpreters import it, too.
 """
 
 import asyncio
@@ -62,6 +62,13 @@ class Message(NamedTuple):
             ]
         return message | ({"tool_call_id": self.answered} if self.answered else {})
 
+    def for_template(self) -> dict[str, Any]:
+        """Return it as chat templates take it: with the arguments of calls as objects."""
+        message = self.as_openai()
+        for call, (_, _, arguments) in zip(message.get("tool_calls", ()), self.calls, strict=True):
+            call["function"]["arguments"] = arguments
+        return message
+
 
 class Turn(NamedTuple):
     """A turn of the model.
@@ -79,39 +86,89 @@ class Turn(NamedTuple):
     usage: Mapping[str, int] | None
 
 
+class Request(NamedTuple):
+    """What the model is asked next.
+
+    Attributes:
+        messages: What follows the turn `after`, of one role; or all messages of its chat.
+        after: The number of a turn, from 1 on; 0: the data row's prompt; None: the messages are a whole chat.
+        tools: Those that the model may call, as the request has them.
+    """
+
+    messages: Sequence[Message]
+    after: int | None
+    tools: Sequence[Any]
+
+    @property
+    def role(self) -> str:
+        """The role of the messages that follow a turn."""
+        return self.messages[0].role
+
+
+class _Asked:
+    """A request, and the turn that answers it.
+
+    Attributes:
+        messages: Its chat.
+        tools: Its tools.
+        turn: The turn.
+    """
+
+    def __init__(self, messages: list[Message], tools: list[Any]) -> None:
+        self.messages, self.tools = messages, tools
+        self.turn: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+
+    @property
+    def chat(self) -> list[Message]:
+        """Its chat with the turn."""
+        return [*self.messages, self.turn.result().message]
+
+
 class Conversation:
-    """The chat of one trajectory, whose model is asked over HTTP.
+    """The chats of one trajectory, whose model is asked over HTTP.
 
     Args:
         asker: Who asks, for messages.
-        chat: What the first request begins with; None: it has the whole prompt.
+        prompt: What the first request begins with; None: it has the whole prompt.
         settings: What a request may set besides messages and model: anything.
         values: What it may set to one value only, that of the run; or, of a limit of tokens, to a higher one.
+        branches: Whether a request may leave the chat of the one before it.
 
     Attributes:
-        chat: The messages so far.
-        tools: Those that the model may call, as the first request has them.
         owner: Who asks, once somebody has.
     """
 
     def __init__(
         self,
         asker: str,
-        chat: Sequence[Message] | None = None,
+        prompt: Sequence[Message] | None = None,
         settings: Collection[str] = (),
         values: Mapping[str, Any] | None = None,
+        *,
+        branches: bool = False,
     ) -> None:
-        self.chat = [_stripped(*message) for message in chat or ()]
-        self.tools: list[Any] = []
-        self._asker, self._has_prompt = asker, chat is not None
+        self._prompt = None if prompt is None else [_stripped(*message) for message in prompt]
+        self._asker, self._branches = asker, branches
         self._settings, self._values = {"messages", "model", *settings}, {**_WITHOUT_EFFECT, **(values or {})}
-        self._turns: dict[int, asyncio.Future[Turn]] = {}  # by the number of messages that were asked with
-        self._requests: asyncio.Queue[list[Message]] = asyncio.Queue()
+        self._asked: list[_Asked] = []
+        self._answered: list[_Asked] = []
+        self._requests: asyncio.Queue[_Asked | None] = asyncio.Queue()
+        self._current: _Asked | None = None
         self._failure: ChatError | None = None
         self.owner = ""
 
+    @property
+    def chats(self) -> list[list[Message]]:
+        """The chats that no later one extends, with the turns that answered them, the newest one last."""
+        chats = [asked.chat for asked in self._answered]
+        return [
+            chat
+            for at, chat in enumerate(chats, start=1)
+            if not any(later[: len(chat)] == chat for later in chats[at:])
+        ]
+
     def ask(self, body: Any, owner: str = "") -> "asyncio.Future[Turn]":
-        """Return the turn that a request asks for: the next one, or, if it was asked for before, the same again.
+        """Return the turn that a request asks for: a new one, or, if it was asked for before, the same again.
 
         Args:
             body: The request's.
@@ -129,13 +186,20 @@ class Conversation:
                     "environment but one a client and a model of its own, and set its retries to 0"
                 )
             self.owner = owner
-            return self._turn_after(self._messages(body))
+            messages, tools = self._read(body)
+            for asked in reversed(self._asked):
+                if asked.messages == messages and asked.tools == tools:
+                    return asked.turn
+            self._check(messages, tools)
+            self._asked.append(asked := _Asked(messages, tools))
+            self._requests.put_nowait(asked)
+            return asked.turn
         except ChatError as error:
             self.fail(error)
             raise
 
     def answer(self, action: str, usage: Mapping[str, int] | None = None) -> None:
-        """Give the model's turn to who asks for it.
+        """Give the model's turn to who asked for it: the request that `next_request` has returned.
 
         Args:
             action: What was sampled.
@@ -146,88 +210,85 @@ class Conversation:
         """
         if self._failure is not None:
             raise self._failure
-        turn = self._turns[len(self.chat)]
-        number = len(self._turns)
-        message, reasoning = _read_turn(action, number, with_calls=bool(self.tools))
-        self.chat.append(message)
-        turn.set_result(Turn(number, message, reasoning, usage))
+        asked, self._current = self._current, None
+        assert asked is not None, "a turn that nobody asked for"
+        self._answered.append(asked)
+        number = len(self._answered)
+        message, reasoning = _read_turn(action, number, with_calls=bool(asked.tools))
+        asked.turn.set_result(Turn(number, message, reasoning, usage))
 
-    async def next_request(self, ended: "asyncio.Future[Any]") -> list[Message] | None:
-        """Return the messages that the next request adds to the chat; None if what asks ended instead.
+    async def next_request(self, ended: "asyncio.Future[Any]") -> Request | None:
+        """Return what the model is asked next; None if what asks ended instead.
 
         Raises:
             ChatError: The trajectory has failed.
         """
-        request = asyncio.create_task(self._requests.get())
+        waiting = asyncio.create_task(self._requests.get())
         try:
-            await asyncio.wait({request, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({waiting, ended}, return_when=asyncio.FIRST_COMPLETED)
             if self._failure is not None:
                 raise self._failure
-            return request.result() if request.done() else None
+            self._current = waiting.result() if waiting.done() else None
+            return None if self._current is None else self._request_of(self._current)
         finally:
-            request.cancel()
+            waiting.cancel()
 
     def fail(self, error: ChatError) -> None:
         """Refuse all requests from now on, for this reason or an earlier one."""
         if self._failure is None:
             self._failure = error
-            self._requests.put_nowait([])  # for who waits for the next one
-            for turn in self._turns.values():
-                if not turn.done():
-                    turn.set_exception(error)
-                    turn.exception()  # nobody may be waiting any more
+            self._requests.put_nowait(None)  # for who waits for the next one
+            for asked in self._asked:
+                if not asked.turn.done():
+                    asked.turn.set_exception(error)
+                    asked.turn.exception()  # nobody may be waiting any more
 
-    def _turn_after(self, messages: list[Message]) -> "asyncio.Future[Turn]":
-        """Return the turn after these messages."""
-        known = len(self.chat)
-        if (turn := self._turns.get(len(messages))) is not None and messages == self.chat[: len(messages)]:
-            return turn
-        if known in self._turns:
+    def _request_of(self, asked: _Asked) -> Request:
+        """Return what a request asks: what it adds to the longest chat that it extends, or its whole chat."""
+        if not self._answered and self._prompt is not None:
+            return Request(asked.messages[len(self._prompt) :], 0, asked.tools)
+        extended = [
+            (len(before.chat), number)
+            for number, before in enumerate(self._answered, start=1)
+            if before.tools == asked.tools and _misfit(before.chat, asked.messages) is None
+        ]
+        if not extended:
+            return Request(asked.messages, None, asked.tools)
+        length, number = max(extended)
+        return Request(asked.messages[length:], number, asked.tools)
+
+    def _check(self, messages: list[Message], tools: list[Any]) -> None:
+        """Check a request that wasn't asked before.
+
+        Raises:
+            ChatError: It doesn't ask for a turn; or it branches, and may not.
+        """
+        if (not messages and self._prompt is None) or (messages[-1:] and messages[-1].role == "assistant"):
+            raise ChatError(f"{self._asker} asks its model for a turn after its own, or after nothing")
+        if not self._asked and self._prompt is not None:
+            _check_begins(self._asker, self._prompt, messages)
+            if fault := _misfit(self._prompt, messages, is_prompt=True):
+                raise ChatError(fault)
+        if self._branches or not self._asked:
+            return
+        if len(self._asked) > len(self._answered):
             raise ChatError(
-                f"{self._asker} asks its model for a turn while another one is being sampled; a trajectory is one "
-                "chat, and branches of it are not supported yet"
+                f"{self._asker} asks its model for a turn while another one is being sampled; a trajectory of it is "
+                "one chat, without branches"
             )
-        for at, expected in enumerate(self.chat):
-            found = messages[at] if at < len(messages) else None
-            if found != expected:
-                raise ChatError(
-                    f"{self._asker} doesn't extend the chat: message {at} of its request is {found!r:.200}, but was "
-                    f"{expected!r:.200}; a trajectory keeps what the model has sampled, and begins with "
-                    + ("the data row's prompt" if self._has_prompt else "its first request; branches are not supported")
-                )
-        added = messages[known:]
-        self._check(added)
-        self.chat.extend(added)
-        turn = self._turns[len(messages)] = asyncio.get_running_loop().create_future()
-        self._requests.put_nowait(added)
-        return turn
+        newest = self._answered[-1]
+        if tools != newest.tools:
+            raise ChatError(f"{self._asker} asks its model with other tools than before; they are part of the prompt")
+        _check_begins(self._asker, newest.chat, messages)
+        if fault := _misfit(newest.chat, messages):
+            raise ChatError(fault)
 
-    def _check(self, added: Sequence[Message]) -> None:
-        """Check the messages that a request adds to the chat."""
-        roles = [message.role for message in added]
-        if not self._turns:
-            if any(message.calls for message in added):
-                raise ChatError(f"{self._asker} begins with a chat that has calls of tools; begin without them")
-            if roles[-1:] == ["assistant"] or not (roles or self._has_prompt):
-                raise ChatError(f"{self._asker} asks its model for a turn after its own, or after nothing")
-            if not self._has_prompt:
-                return
-        elif not added:
-            raise ChatError(f"{self._asker} asks its model for a turn after its own, without a message between")
-        elif self.chat[-1].calls:
-            asked, answered = [key for key, _, _ in self.chat[-1].calls], [message.answered for message in added]
-            if asked != answered:
-                raise ChatError(
-                    f"a request answers the calls {', '.join(asked)} by messages of role tool with the ids "
-                    f"{', '.join(answered)}; all must be answered, in their order"
-                )
-        if "assistant" in roles or len(set(roles)) > 1:
-            raise ChatError(
-                f"a request adds messages of roles {', '.join(roles)}; all must be of one, and not the model's"
-            )
+    def _read(self, body: Any) -> tuple[list[Message], list[Any]]:
+        """Return a request's chat and tools.
 
-    def _messages(self, body: Any) -> list[Message]:
-        """Return a request's chat; raises a `ChatError` if it is none, or sets what only the run's config may."""
+        Raises:
+            ChatError: It is none, or sets what only the run's config may.
+        """
         if not isinstance(body, dict):
             raise ChatError(f"{self._asker} asks its model with what is not a JSON object")
         others = {name: value for name, value in body.items() if not self._allows(name, value)}
@@ -241,10 +302,10 @@ class Conversation:
         messages = body.get("messages")
         if not isinstance(messages, list):
             raise ChatError(f"{self._asker} asks its model without a list of messages")
-        self._take_tools(body.get("tools") or [])
-        return [_read_message(at, message) for at, message in enumerate(messages)]
+        chat = [_read_message(at, message) for at, message in enumerate(messages)]
+        return chat, self._read_tools(body.get("tools") or [])
 
-    def _take_tools(self, tools: Any) -> None:
+    def _read_tools(self, tools: Any) -> list[Any]:
         if not isinstance(tools, list) or not all(
             isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
             for tool in tools
@@ -254,10 +315,7 @@ class Conversation:
             json.dumps(tools, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError) as error:
             raise ChatError(f"{self._asker} asks its model with tools that can't be encoded: {error}") from None
-        if not self._turns:
-            self.tools = tools
-        elif tools != self.tools:
-            raise ChatError(f"{self._asker} asks its model with other tools than before; they are part of the prompt")
+        return tools
 
     def _allows(self, name: str, value: Any) -> bool:
         if value is None or name in self._settings:
@@ -265,6 +323,37 @@ class Conversation:
         if name in _LIMITS and name in self._values and isinstance(value, int):
             return value >= self._values[name]  # which ends no turn earlier
         return name in self._values and value == self._values[name]
+
+
+def _check_begins(asker: str, chat: Sequence[Message], messages: Sequence[Message]) -> None:
+    """Check that a request begins with a chat; raises a `ChatError` if it doesn't."""
+    for at, expected in enumerate(chat):
+        found = messages[at] if at < len(messages) else None
+        if found != expected:
+            raise ChatError(
+                f"{asker} doesn't extend the chat: message {at} of its request is {found!r:.200}, but was "
+                f"{expected!r:.200}; a trajectory of it keeps what the model has sampled, and begins with the data "
+                "row's prompt"
+            )
+
+
+def _misfit(chat: Sequence[Message], messages: Sequence[Message], *, is_prompt: bool = False) -> str | None:
+    """Return why a request's messages don't continue a chat token by token; None: they do."""
+    if list(messages[: len(chat)]) != chat:
+        return "it doesn't begin with the chat"
+    added = messages[len(chat) :]
+    roles = [message.role for message in added]
+    if not added:
+        return None if is_prompt else "a request adds no message to the model's turn"
+    if "assistant" in roles or len(set(roles)) > 1:
+        return f"a request adds messages of roles {', '.join(roles)}; all must be of one, and not the model's"
+    asked, answered = [key for key, _, _ in chat[-1].calls], [message.answered for message in added]
+    if asked and asked != answered:
+        return (
+            f"a request answers the calls {', '.join(asked)} by messages of role tool with the ids "
+            f"{', '.join(answered)}; all must be answered, in their order"
+        )
+    return None
 
 
 async def serve(handler: Any, path: str) -> str:

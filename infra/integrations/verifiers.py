@@ -157,18 +157,18 @@ class VerifiersEnvironment:
     async def reset(self) -> list[str] | None:
         """Begin the episode, and return what its first request adds to the data row's prompt."""
         self._episode = asyncio.create_task(self._worker.play(self._task, self._conversation))
-        added = await self._conversation.next_request(self._episode)
-        if added is None:
+        request = await self._conversation.next_request(self._episode)
+        if request is None:
             self._check(self._episode.result())
             raise ChatError("the episode ended before the environment asked its model anything")
-        return self._observe(added) or None
+        return self._observe(request.messages) or None
 
     async def step(self, action: str) -> Step:
         """Answer the outstanding request by the turn; return what the next one adds to the chat, or the reward."""
         assert self._episode is not None, "a step before the reset"
         self._conversation.answer(action)
-        added = await self._conversation.next_request(self._episode)
-        return self._end(self._episode.result()) if added is None else Step(self._observe(added))
+        request = await self._conversation.next_request(self._episode)
+        return self._end(self._episode.result()) if request is None else Step(self._observe(request.messages))
 
     async def close(self) -> None:
         """End the episode."""

@@ -143,6 +143,9 @@ def _turns(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
     return {
         "turn_tokens": jagged(np.array([turn.num_tokens for turn in turns], dtype=np.int32), lengths),
         "turn_bridge_tokens": jagged(np.array([turn.num_bridge_tokens for turn in turns], dtype=np.int32), lengths),
+        "turn_parents": jagged(
+            np.array([parent for trajectory in trajectories for parent in trajectory.parents], dtype=np.int32), lengths
+        ),
         "turn_rewards": jagged(np.array([turn.reward for turn in turns], dtype=np.float32), lengths),
         "episode_end": _texts(trajectory.end for trajectory in trajectories),
     }

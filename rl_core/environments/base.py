@@ -20,7 +20,8 @@ class Step(NamedTuple):
     Step(observation='too low', reward=0.0, done=False, metrics={})
     """
 
-    observation: str | Sequence[str]  # the next message to the model, or several; nobody reads it if `done`
+    observation: str | Sequence[str] | Mapping[str, Any]  # the next message to the model, or several, or a branch
+    # (`Environment.step`); nobody reads it if `done`
     reward: float = 0.0  # of this turn
     done: bool = False  # whether the trajectory ends
     metrics: Mapping[str, float] = {}  # by name; summed over a trajectory, and averaged over trajectories
@@ -30,10 +31,11 @@ class FinishedProgram(NamedTuple):
     """A program that has ended, as its grader sees it."""
 
     task: Task
-    messages: list[dict[str, Any]]  # the chat, as OpenAI writes it, the model's turns without reasoning
+    messages: list[dict[str, Any]]  # its newest chat, as OpenAI writes it, the model's turns without reasoning
     folder: Path  # the program's own, as it left it
     exit_code: int  # negative: minus the number of the signal that ended it
     output: str  # the end of what it printed
+    chats: Sequence[list[dict[str, Any]]] = ()  # all that no later one extends, the newest one last
 
 
 class Environment(Protocol):
@@ -62,7 +64,13 @@ class Environment(Protocol):
         ...
 
     def step(self, action: str) -> Step | tuple[str, float, bool] | Awaitable[Step | tuple[str, float, bool]]:
-        """Answer the model's turn, given as text with its special tokens, but without the one that ended it."""
+        """Answer the model's turn, given as text with its special tokens, but without the one that ended it.
+
+        The trajectory branches if the observation is a dict: with `observation`, one or several texts, and `after`, the
+        number of an earlier turn, from 1 on, they follow that one. With `messages`, as of a reset, and `tools`, the
+        next turn is asked for with another chat, such as one with a summary of what was; it has in common with an
+        earlier chat the tokens that both begin with.
+        """
         ...
 
     def close(self) -> Awaitable[None] | None:

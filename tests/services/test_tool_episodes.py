@@ -1,9 +1,10 @@
 """Tools in trajectories, with turns that are given: a tiny model writes no calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from infra.datasets import PromptRow
 from infra.datasets.environments import schemas_of_tools
@@ -14,10 +15,12 @@ from infra.environments.open import environment_class
 from infra.environments.pool import EnvironmentPool
 from infra.environments.trajectory import Trajectory
 from infra.models.tiny import CHAT_TEMPLATE, make_tokenizer
+from rl_core.columns.jagged import BRANCH_COLUMNS, jagged
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import ClassEnvironment, EnvironmentConfig, ToolsEnvironment
 from schemas.config.rollout import TransformersRollout
 from tests.support.programs import program
+from tests.unit.rl_core.test_branches import paths_of
 
 CONFIG = ToolsEnvironment(
     tools=("tests.support.games:add", "tests.support.games:wait"),
@@ -36,6 +39,7 @@ class GivenTurns:
         self._tokenizer, self._turns = make_tokenizer(), [list(texts) for texts in turns]
         self._histories: list[np.ndarray] = []
         self._unfinished: list[int] = []
+        self._ended = 0
         self.prompts: list[str] = []  # of each turn
 
     @property
@@ -47,9 +51,14 @@ class GivenTurns:
         return self
 
     def begin(self, requests: Sequence[GenerationRequest]) -> range:
-        self._histories = [request.prompt_ids for request in requests for _ in request.seeds]
-        self._unfinished = list(range(len(self._histories)))
-        return range(len(self._histories))
+        begun = [request.prompt_ids for request in requests for _ in request.seeds]
+        rows = range(len(self._histories), len(self._histories) + len(begun))
+        if self._histories:  # a row that branches goes on in another place
+            assert len(begun) == 1
+            self._turns.append(self._turns[self._ended])
+        self._histories += begun
+        self._unfinished += rows
+        return rows
 
     def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int) -> None:
         self._histories[row] = np.concatenate([self._histories[row], token_ids])
@@ -60,7 +69,7 @@ class GivenTurns:
         return [(row, self._turn(row)) for row in rows]
 
     def end(self, row: int) -> None:
-        self._histories[row] = np.empty(0)
+        self._histories[row], self._ended = np.empty(0), row
 
     def close(self) -> None:
         self._histories.clear()
@@ -72,14 +81,20 @@ class GivenTurns:
         return Generation(ids, np.zeros(len(ids), dtype=np.float32), "stop")
 
 
-def play(engine: GivenTurns, answers: Sequence[str], config: EnvironmentConfig = CONFIG) -> list[Trajectory]:
+def play(
+    engine: GivenTurns,
+    answers: Sequence[str],
+    config: EnvironmentConfig = CONFIG,
+    branch_fault: Callable[[], str | None] = lambda: None,
+) -> list[Trajectory]:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ '<|pad|>' if tools else '' }}" + CHAT_TEMPLATE
     chat = ChatTemplate(tokenizer, {}, schemas_of_tools(config))
     pool = EnvironmentPool(environment_class(config, TransformersRollout()))
     pool.start()
     try:
-        episodes = Episodes([Dialogue(config, chat, 64)], engine, pool, tokenizer)  # type: ignore[arg-type]
+        dialogues = [Dialogue(config, chat, 64)]
+        episodes = Episodes(dialogues, engine, pool, tokenizer, branch_fault)  # type: ignore[arg-type]
         messages = [{"role": "user", "content": "2 + 3 ="}]
         token_ids, n = np.array(chat.encode(messages)), len(answers)
         rows = [PromptRow(token_ids, "2 + 3 =", answer, {}, "sums", messages, environment=0) for answer in answers]
@@ -139,3 +154,57 @@ def test_the_time_of_a_failed_call_counts() -> None:
     assert (step.failure or "").startswith("turn 1: RuntimeError: no such luck")
     assert (reset.failure or "").startswith("reset: RuntimeError: no such luck")
     assert min(step.environment_seconds, reset.environment_seconds) > 0
+
+
+BRANCHING = """
+    ask()
+    say("go on")
+    ask()
+    trunk = list(messages)
+    messages[:] = [{"role": "user", "content": "2 + 3, in short"}]  # it has compacted its history
+    ask()
+    messages[:] = [*trunk[:2], {"role": "user", "content": "again"}]  # after the first turn
+    ask()
+    messages[:] = [*trunk, {"role": "user", "content": "well?"}]  # after the second one
+    ask()
+    say("so")
+    ask()
+    messages[:] = [*trunk[:1], {"role": "assistant", "content": "five"}, *trunk[2:3]]  # other than what was sampled
+    ask()
+    finish(1.0)
+"""
+
+
+def test_a_program_leaves_its_chat_and_comes_back(tmp_path: Path) -> None:
+    engine = GivenTurns([list("abcdefg")])
+    (row,) = play(engine, ["5"], program(tmp_path, BRANCHING, max_turns=9))
+    assert (row.failure, row.end, row.reward, row.num_branches) == (None, "done", 1.0, 4)
+    begin, bridge = "<|user|>2 + 3 =<|assistant|>", "<|end|><|user|>{}<|assistant|>"
+    trunk = f"{begin}a{bridge.format('go on')}"
+    assert engine.prompts == [
+        begin,
+        trunk,
+        "<|user|>2 + 3, in short<|assistant|>",
+        f"{begin}a{bridge.format('again')}",
+        f"{trunk}b{bridge.format('well?')}",
+        f"{trunk}b{bridge.format('well?')}e{bridge.format('so')}",
+        f"{begin}five{bridge.format('go on')}",
+    ]
+    tokenizer, prompt_ids = make_tokenizer(), make_tokenizer()(begin)["input_ids"]
+    between = [turn.num_bridge_tokens for turn in row.turns]
+    columns = (prompt_ids, row.token_ids, [turn.num_tokens for turn in row.turns], between, row.parents)
+    names = ("prompt_ids", "response_ids", *BRANCH_COLUMNS)
+    stored = {name: jagged([np.asarray(values)]) for name, values in zip(names, columns, strict=True)}
+    paths, _ = paths_of(pa.record_batch(stored))
+    turns = [f"{prompt}{letter}<|end|>" for prompt, letter in zip(engine.prompts, "abcdefg", strict=True)]
+    assert [tokenizer.decode(path) for path in paths] == turns
+    assert len(row.token_ids) < len(np.concatenate(paths)) / 2  # each token is there once
+    sampled = tokenizer.decode(row.token_ids[row.loss_mask])
+    assert sampled == "".join(f"{letter}<|end|>" for letter in "abcdefg")
+
+
+def test_a_branch_that_rows_of_the_run_cannot_have_is_a_failure(tmp_path: Path) -> None:
+    code = "ask()\nmessages[:] = [{'role': 'user', 'content': 'other'}]\nask()\nfinish(1.0)"
+    (row,) = play(GivenTurns(["ab"]), ["5"], program(tmp_path, code, max_turns=4), branch_fault=lambda: "it is padded")
+    assert row.failure == "turn 1: the trajectory branches, but it is padded"
+    assert (row.end, row.num_branches) == ("failed", 0)

@@ -44,11 +44,6 @@ def test_a_programs_first_request_is_the_prompt_and_what_it_prints_the_reward(tm
         ("ask(tools=[{'type': 'custom'}])", "with tools that are not functions"),
         ("ask(tools=[{'type': 'function', 'function': {'name': '\\ud800'}}])", "with tools that can't be encoded"),
         ("say('x', role='\\ud800')\n    ask()", "message 1 of a request has the role '\\ud800'"),
-        (
-            "messages.append({'role': 'assistant', 'tool_calls': [{'id': 'a', 'function': {'name': 'f', 'arguments':"
-            " '{}'}}]})\n    say('1', role='tool')\n    ask()",
-            "begins with a chat that has calls of tools",
-        ),
         ("ask(n=2)", "n = 2 instead of 1"),
         ("ask(max_tokens=8)", "max_tokens = 8 instead of 256"),
         ("post(b'{')", "a request is not JSON"),
@@ -74,11 +69,7 @@ def test_what_cannot_be_trained_on_fails_its_trajectory_by_name(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("messages[0] = {'role': 'user', 'content': 'Other.'}\nsay('x')\nask()", "doesn't extend the chat: message 0"),
-        ("messages[-1] = {'role': 'assistant', 'content': 'y'}\nsay('x')\nask()", "doesn't extend the chat: message 1"),
-        ("messages.pop()\nsay('y')\nask()", "doesn't extend the chat: message 1"),
-        ("ask()", "a turn after its own, without a message between"),
-        ("say('x')\nsay('y', role='system')\nask()", "adds messages of roles user, system"),
+        ("ask()", "a turn after its own, or after nothing"),
         ("sys.exit(3)", "the program ended with exit code 3; it wrote nothing to stderr"),
         ("print('done')", "the last line that the program printed is 'done', not its reward"),
         ("print(json.dumps({'reward': float('nan')}))", "step() returned the reward nan"),
@@ -159,24 +150,73 @@ def test_a_turn_may_come_in_chunks(tmp_path: Path) -> None:
     assert choice == {"index": 0, "message": message, "finish_reason": "stop"}
 
 
-def test_a_request_while_a_turn_is_sampled_must_be_the_same(tmp_path: Path) -> None:
+def test_requests_while_a_turn_is_sampled_wait_and_the_same_one_gets_the_same_turn(tmp_path: Path) -> None:
     code = """
         from concurrent.futures import ThreadPoolExecutor
-        with ThreadPoolExecutor(2) as threads:
+        with ThreadPoolExecutor(3) as threads:
             first, again = [threads.submit(post, {"messages": messages}) for _ in range(2)]
-            same = first.result() == again.result()
-            say(f"{same}")
-            messages.insert(1, json.loads(first.result()[1])["choices"][0]["message"])
-            third = threads.submit(post, {"messages": messages})
             time.sleep(0.5)
-            status, _ = post({"messages": [{"role": "user", "content": "another"}]})
-            open(task["info"]["log"], "w").write(f"{status} {third.result()[0]}")
+            other = threads.submit(post, {"messages": [{"role": "user", "content": "another"}]})
+            same = first.result() == again.result()
+            said = [json.loads(each.result()[1])["choices"][0]["message"]["content"] for each in (first, other)]
+            finish(1.0, same=same, first=said[0] == "one", other=said[1] == "two")
     """
     with started(program(tmp_path, code)) as pool:
-        begin(pool, row(log=str(tmp_path / "log")))
-        assert turns(pool, ["one"])[0].observations == ("True",)
-        wait_until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text() == "400 400")
-        assert "branches of it are not supported yet" in failure(turns(pool, ["two"])[0])
+        begin(pool)
+        reply = turns(pool, ["one"])[0]
+        assert (reply.observations, reply.roles) == (("another",), ("user",))
+        assert turns(pool, ["two"])[0].metrics == {"same": 1.0, "first": 1.0, "other": 1.0}
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("code", "roles", "texts", "extras"),
+    [
+        ("messages[0]['content'] = 'Other.'\nsay('x')", "user assistant user", ["Other.", "hello", "x"], None),
+        ("messages[-1]['content'] = 'y'\nsay('x')", "user assistant user", ["Begin.", "y", "x"], None),
+        ("messages.pop()\nsay('y')", "user user", ["Begin.", "y"], None),
+        ("say('x')\nsay('y', role='system')", "user assistant user system", ["Begin.", "hello", "x", "y"], None),
+        (
+            "messages[-1]['tool_calls'] = [{'id': 'a', 'function': {'name': 'f', 'arguments': '{\"x\": 1}'}}]\n"
+            "messages.append({'role': 'tool', 'tool_call_id': 'a', 'content': '1'})",
+            "user assistant tool",
+            ["Begin.", "hello", "1"],
+            [{}, {"tool_calls": [CALL]}, {"tool_call_id": "a"}],
+        ),
+    ],
+)
+def test_a_request_that_leaves_the_chat_is_a_branch(
+    tmp_path: Path, code: str, roles: str, texts: list[str], extras: object
+) -> None:
+    with started(program(tmp_path, f"ask()\n{code}\nask()\nfinish(0.5)")) as pool:
+        begin(pool)
+        reply = turns(pool, ["hello"])[0]
+        assert (" ".join(reply.roles), list(reply.observations), reply.after) == (roles, texts, 0)
+        assert (json.loads(reply.extras) if reply.extras else None) == extras
+        os.kill(pool.pids[0], 9)
+        reply = turns(pool, ["bye"])[0]  # it has been started again, and has asked the same
+        assert (reply.reward, reply.done) == (0.5, True)
+
+
+def test_a_request_may_follow_an_earlier_turn(tmp_path: Path) -> None:
+    code = """
+        ask()
+        first = list(messages)
+        say("x")
+        ask()
+        messages[:] = first
+        say("y")
+        ask()
+        finish(1.0)
+    """
+    with started(program(tmp_path, code)) as pool:
+        begin(pool)
+        assert turns(pool, ["one"])[0].observations == ("x",)
+        reply = turns(pool, ["two"])[0]
+        assert (reply.observations, reply.roles, reply.after) == (("y",), (), 1)
+        assert turns(pool, ["three"])[0].reward == 1.0
 
 
 CALLING = """
@@ -213,14 +253,12 @@ def test_a_model_calls_the_tools_of_a_program(tmp_path: Path) -> None:
         replies = turns(pool, [f"<think>{ADD % 9}</think>I add. {ADD % 3} and {ADD % 4}"] * 3)
         for number in (0, 1):
             assert (replies[number].observations, replies[number].role) == (("5", "6"), "tool")
-        assert "answers the calls call-1-1, call-1-2 by messages of role tool with the ids call-1-2, call-1-1" in (
-            failure(replies[2])
-        )
+        assert replies[2].roles == ("user", "assistant", "tool", "tool")  # in another order, they are a branch
         os.kill(pool.pids[0], 9)
         text = '<tool_call>{"name": "add"</tool_call>'
         replies = turns(pool, {0: ADD % 7, 1: text})  # the latter can't be read
-        assert "with other tools than before" in failure(replies[0])
-        assert "with other tools than before" in failure(replies[1])
+        assert (replies[0].roles[-1], replies[0].tools) == ("tool", "")  # and so are other tools
+        assert (replies[1].observations[-1], replies[1].tools) == (text, "")
 
 
 def test_a_call_that_cannot_be_read_is_a_text(tmp_path: Path) -> None:
@@ -254,6 +292,7 @@ def test_a_grader_sees_the_folder_the_chat_and_the_exit(tmp_path: Path, monkeypa
 async def grade(program):
     left = {path.name: path.read_text() for path in program.folder.iterdir()}
     assert program.messages[-1] == {"role": "assistant", "content": "hello"}, program.messages
+    assert program.chats == [program.messages]
     assert left == {"answer": "hello"}, left
     return program.exit_code, {"printed": float(program.output), "asked": program.task["info"]["asked"]}
 

@@ -254,11 +254,12 @@ def test_only_sampled_tokens_are_trained() -> None:
     ]
     row.add_turn(Generation(np.array([3, 4]), np.array([-0.5, -0.25], np.float32), "stop", sampling_mask=masks[0]), "a")
     row.add_answer(Reply(("b",), 0.5))
-    row.add_bridge(np.array([5, 6, 7]))
+    assert not row.add_bridge(np.array([5, 6, 7]), parent=3)
     row.add_turn(Generation(np.array([8]), np.array([-1.0], np.float32), "stop", sampling_mask=masks[1]), "c")
     found = row.finish("done")
     assert found.token_ids.tolist() == [3, 4, 5, 6, 7, 8]
     assert found.loss_mask.tolist() == [True, True, False, False, False, True]
+    assert (found.parents, found.num_branches) == ((-1, 1), 0)
     assert found.logprobs.tolist() == [-0.5, -0.25, 0, 0, 0, -1]
     assert found.sampling_mask is not None
     assert found.sampling_mask.counts.tolist() == [1, 2, 0, 0, 0, 1]
