@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from infra.history.kept_run import KeptRun, TokenTexts
 from infra.history.token_values import MASK, json_safe, token_values, value_columns, value_spec
+from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of
 from rl_core.views import decode_ints, select
 from schemas.catalog import column_spec
 from schemas.errors import RunError
@@ -30,7 +31,8 @@ def read_row_tokens(
 
     Returns:
         Of each row: `run_id`, `step`, `row`, and `num_rows` of the step; `columns` of single values; `turns`, each with
-        its `tokens`, `bridge_tokens`, `reward` and `advantage`, if the row has turns; `prompt` and `response`, each
+        its `tokens`, `bridge_tokens`, `reward`, `advantage` and `branch`, where it goes on from another token than the
+        one before it, if the row has turns; `prompt` and `response`, each
         with `num_tokens`, `ids` and `token_texts`, the tokens' texts; `values` of each token of the response, by name;
         `no_token_texts`: why the tokens have no texts, else null.
 
@@ -57,7 +59,7 @@ def read_row_tokens(
                 "row": row,
                 "num_rows": batch.num_rows,
                 "columns": _single_values(columns, at),
-                "turns": _turns(columns, at),
+                "turns": turns_of(columns, at),
                 "prompt": _part(columns, "prompt_ids", at, slice(max(0, int(prompts[at]) - max_tokens), None), texts),
                 "response": _part(columns, "response_ids", at, slice(0, max_tokens), texts),
                 "values": {name: json_safe(_rounded(each[response])) for name, each in values.items()},
@@ -100,13 +102,34 @@ def _single_values(columns: dict[str, pa.Array], at: int) -> dict[str, Any]:
     return {name: json_safe(columns[name][at].as_py()) for name in names}
 
 
-def _turns(columns: dict[str, pa.Array], at: int) -> list[dict[str, Any]]:
+def turns_of(columns: dict[str, pa.Array], at: int) -> list[dict[str, Any]]:
+    """Return the turns of one of several rows, see `read_row_tokens`; none if it has no columns of them."""
     names = {"turn_tokens": "tokens", "turn_bridge_tokens": "bridge_tokens"}
     names |= {"turn_rewards": "reward", "turn_advantages": "advantage"}
     present = {short: columns[name][at].as_py() for name, short in names.items() if name in columns}
     if "tokens" not in present:
         return []
-    return [json_safe(dict(zip(present, turn, strict=True))) for turn in zip(*present.values(), strict=True)]
+    turns = [json_safe(dict(zip(present, turn, strict=True))) for turn in zip(*present.values(), strict=True)]
+    if BRANCH_COLUMNS[-1] in columns:
+        found = branches_of(*(columns[name][at : at + 1] for name in BRANCH_COLUMNS))
+        ends = np.cumsum([turn["tokens"] + turn["bridge_tokens"] for turn in turns])
+        for number, parent in zip(found.turn.tolist(), found.parent.tolist(), strict=True):
+            turns[number]["branch"] = _branch(parent, ends, turns)
+    return turns
+
+
+def _branch(parent: int, ends: NDArray[Any], turns: Sequence[dict[str, Any]]) -> str:
+    """Return after what a branch goes on."""
+    if parent < 0:
+        return "branch at the prompt's end" + (f", less {-1 - parent:,} tokens" if parent < -1 else "")
+    turn = int(np.searchsorted(ends, parent, side="right"))
+    at = parent + 1 - (int(ends[turn - 1]) if turn else 0)
+    sampled = turns[turn]["tokens"]
+    if at == sampled:
+        return f"branch after turn {turn + 1}"
+    if at < sampled:
+        return f"branch after token {at:,} of turn {turn + 1}"
+    return f"branch after token {at - sampled:,} that follows turn {turn + 1}"
 
 
 def _trained(row: dict[str, Any], name: str) -> list[bool]:

@@ -198,6 +198,11 @@ class Branches(NamedTuple):
     parent: Array
 
 
+def unbranched(sampled: pa.Array, between: pa.Array) -> pa.LargeListArray:
+    """Return the parents of the turns of rows without branches, `BRANCH_COLUMNS[2]`, from the other two columns."""
+    return jagged(_turn_starts(sampled, between).astype(np.int32) - 1, row_lengths(sampled))
+
+
 def branches_of(sampled: pa.Array, between: pa.Array, parents: pa.Array) -> Branches:
     """Return where rows branch.
 
@@ -215,12 +220,18 @@ def branches_of(sampled: pa.Array, between: pa.Array, parents: pa.Array) -> Bran
     lengths = row_lengths(parents)
     row = np.repeat(np.arange(len(lengths)), lengths)
     turn = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    tokens, follow = (flat_values(column).astype(np.int64) for column in (sampled, between))
-    before = np.concatenate([np.zeros(1, np.int64), follow])[: len(follow)] * (turn > 0)  # of each turn
-    sizes = before + tokens
-    ends = np.cumsum(sizes)
-    start = ends - sizes
-    start -= np.repeat(start[np.cumsum(lengths) - lengths], lengths) if len(lengths) else start
-    parent = flat_values(parents).astype(np.int64)
+    start, parent = _turn_starts(sampled, between), flat_values(parents).astype(np.int64)
     found = np.flatnonzero(parent != start - 1)
     return Branches(row[found], turn[found], start[found], parent[found])
+
+
+def _turn_starts(sampled: pa.Array, between: pa.Array) -> Array:
+    """Return where in its response each turn begins, with the tokens between it and the turn before it: int64."""
+    lengths = row_lengths(sampled)
+    tokens, follow = (flat_values(column).astype(np.int64) for column in (sampled, between))
+    first = np.cumsum(lengths) - lengths  # turn of each row
+    is_first = np.zeros(len(tokens), dtype=bool)
+    is_first[first[lengths > 0]] = True
+    sizes = tokens + np.where(is_first, 0, np.concatenate([[0], follow])[: len(follow)])
+    starts = np.cumsum(sizes) - sizes
+    return starts - np.repeat(starts[first[lengths > 0]], lengths[lengths > 0])

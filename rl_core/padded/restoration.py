@@ -13,10 +13,11 @@ import pyarrow as pa
 import torch
 
 from rl_core.columns.codec import validate
-from rl_core.columns.jagged import as_tensor
+from rl_core.columns.jagged import BRANCH_COLUMNS, as_tensor, branches_of
 from rl_core.padded.layouts import Geometry, PaddedField, PaddedLayout, channel_column, derive, require_names
 from rl_core.padded.nesting import to_padded_at
 from schemas.catalog import column_spec
+from schemas.errors import ColumnError
 
 _TRAINER_DTYPES = {"token": "int64", "bool": "int64", "int32": "int64", "float": "float32"}
 
@@ -36,8 +37,12 @@ def unnest(columns: pa.RecordBatch, layout: PaddedLayout, geometry: Geometry, pa
         repeated over a row equals the original at every trained token.
 
     Raises:
-        ColumnError: A column is missing or not as declared, or its row lengths are not those of the geometry.
+        ColumnError: A column is missing or not as declared, its row lengths are not those of the geometry, or a row
+            branches, so that its tokens are no sequence.
     """
+    turns = [columns.column(name) for name in BRANCH_COLUMNS if name in columns.schema.names]
+    if len(turns) == len(BRANCH_COLUMNS) and len(rows := branches_of(*turns).row):
+        raise ColumnError(f"row {rows[0]} branches, and so has no padded form; leave out rows that branch")
     fields = _all_fields(columns.schema.names, layout, geometry)
     validate(columns, {axis: runs.lengths for axis, runs in geometry.runs.items()})
     exists = {axis: runs.to_mask() for axis, runs in geometry.runs.items()}

@@ -26,6 +26,7 @@ TURNS = (  # of each sample: the model's turns, each with the answer of its envi
     (("17 * 23 = 17 * 20 + 17 * 3\n       = 340 + 51\n       = 391", ""),),
     ((f"391 {ATTACK}" + "x" * 300, ""),),
 )
+BRANCH = 3  # the second turn of the second row
 GROUP = 2  # samples of a prompt
 END = "<|end|>"
 DTYPES = {
@@ -33,7 +34,7 @@ DTYPES = {
     "loss_mask": "bool",
     **dict.fromkeys(("sampler_logprobs", "behavior_logprobs", "reference_logprobs"), "float"),
     "sampler_versions": "int32",
-    **dict.fromkeys(("turn_tokens", "turn_bridge_tokens"), "int32"),
+    **dict.fromkeys(("turn_tokens", "turn_bridge_tokens", "turn_parents"), "int32"),
     **dict.fromkeys(("turn_rewards", "turn_advantages"), "float"),
     **dict.fromkeys(("reward", "reward_format", "advantages"), "float"),
     **dict.fromkeys(("group_id", "policy_version"), "int32"),
@@ -77,6 +78,9 @@ def _columns(tokenizer: Tokenizer, step: int, random: np.random.Generator, seed:
     sampler = -random.exponential(size=count).astype(np.float32)
     behavior = sampler + random.normal(scale=0.05, size=count).astype(np.float32)
     behavior[3] = -np.inf
+    ends = [np.cumsum([len(part) for turn in row for part in turn])[::2] for row in pieces]
+    parents = [end - 1 for row in ends for end in (0, *row[:-1])]
+    parents[BRANCH] = -1  # it begins another answer to the prompt
     floats = random.normal(size=(4, max(num_turns, len(ids)))).astype(np.float32)
     arrays = {
         "prompt_ids": jagged(prompts),
@@ -88,6 +92,7 @@ def _columns(tokenizer: Tokenizer, step: int, random: np.random.Generator, seed:
         "sampler_versions": jagged(np.sort(random.integers(step, step + 3, count)).astype(np.int32), lengths),
         "turn_tokens": jagged(np.array([len(a) for row in pieces for a, _ in row], np.int32), turns),
         "turn_bridge_tokens": jagged(np.array([len(b) for row in pieces for _, b in row], np.int32), turns),
+        "turn_parents": jagged(np.array(parents, np.int32), turns),
         "turn_rewards": jagged(floats[0, :num_turns], turns),
         "turn_advantages": jagged(floats[1, :num_turns], turns),
         "reward": pa.array([1.0, 0.0, 0.75, 0.25], pa.float32()),

@@ -138,6 +138,8 @@ def test_trajectories_have_turns_texts_and_a_reference(agents: RunDirectory) -> 
     assert "".join(row["response"]["token_texts"]) == "".join(said + answer for said, answer in TURNS[0])
     assert "".join(row["prompt"]["token_texts"]) == PROMPTS[0]
     first, second = row["turns"]
+    assert "branch" not in first | second
+    assert read_row_tokens(kept, 0, [1], kept.texts)[0]["turns"][1]["branch"] == "branch at the prompt's end"
     mask = row["values"]["loss_mask"]
     assert mask == [True] * first["tokens"] + [False] * first["bridge_tokens"] + [True] * second["tokens"]
     assert row["values"]["advantages"] == pytest.approx(

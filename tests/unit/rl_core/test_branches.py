@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of, jagged
+from infra.history.row_tokens import turns_of
+from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of, jagged, unbranched
+from rl_core.padded import VERL, Geometry, unnest
 from rl_core.scoring import Branch, leak_probe, pack_row, packed_scores
 from rl_core.training.rows import packed_row
-from schemas.errors import ScoringError
+from schemas.errors import ColumnError, ScoringError
 from tests.unit.rl_core.gradients import gradients, relative_error
 from tests.unit.rl_core.test_shared_prompts import MODELS, TOLERANCES, model_of
 
@@ -157,3 +159,32 @@ def test_the_probe_finds_branches_that_see_each_other(monkeypatch: pytest.Monkey
     monkeypatch.setattr("rl_core.scoring.comparison.pack_row", without)
     with pytest.raises(ScoringError, match="with a branch of a trajectory"):
         leak_probe(model_of(next(iter(MODELS))), branches=True)
+
+
+def test_rows_without_branches_have_these_parents() -> None:
+    columns = columns_of([(4, [(0, 2, 1.0), (1, 3, 1.0)]), (2, [(0, 2, 1.0), (2, 1, 1.0), (0, 2, 1.0)])], 0, 9)
+    assert unbranched(*(columns[name] for name in BRANCH_COLUMNS[:2])).equals(columns[BRANCH_COLUMNS[2]])
+
+
+def test_rows_that_branch_have_no_padded_form() -> None:
+    columns = columns_of([(4, [(0, 2, 1.0)]), (4, [(0, 2, 1.0), (1, 3, 0.5)])], 0, 9)
+    geometry = Geometry.canonical(columns, VERL, {"prompt": 4, "response": 9})
+    with pytest.raises(ColumnError, match="row 1 branches, and so has no padded form"):
+        unnest(columns, VERL, geometry, 0)
+
+
+@pytest.mark.parametrize(
+    ("parent", "expected"),
+    [
+        (-1, "branch at the prompt's end"),
+        (-5, "branch at the prompt's end, less 4 tokens"),
+        (2, "branch after turn 1"),
+        (1, "branch after token 2 of turn 1"),
+        (3, "branch after token 1 that follows turn 1"),
+    ],
+)
+def test_where_a_branch_begins_is_said(parent: int, expected: str) -> None:
+    columns = {"turn_tokens": [3, 2, 1], "turn_bridge_tokens": [2, 1, 0], "turn_parents": [-1, 2, parent]}
+    arrays = {name: jagged([np.array(values, np.int32)]) for name, values in columns.items()}
+    turns = turns_of(arrays, 0)
+    assert [turn.get("branch") for turn in turns] == [None, None, expected]
