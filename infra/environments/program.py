@@ -28,7 +28,6 @@ from infra.integrations.chat_completions import (
     MODEL,
     ChatError,
     Conversation,
-    Request,
     begin_task,
     complete,
     refusal,
@@ -130,7 +129,6 @@ class Program:
         self._command = resolve(command)
         self._grade = None if grader is None else load_grader(grader)
         self._conversation = Conversation("the program", None, SETTINGS, sampling, branches=True)
-        self._num_turns = 0
         self._number: str | None = None
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -143,7 +141,7 @@ class Program:
         if request is None:
             how = kill_group(self._started())
             raise ChatError(f"the program ended with {how} before it asked its model anything; {self._said()}")
-        return _chat_of(request)
+        return request.as_chat()
 
     async def step(self, action: str) -> Step:
         """Answer the outstanding request by a turn (`write_turn`); return what the next one adds, or the reward."""
@@ -151,15 +149,11 @@ class Program:
             raise ChatError(f"the program ended while it waited for its model's turn; {self._said()}")
         turn = json.loads(action)
         self._conversation.answer(turn["text"], turn["usage"])
-        self._num_turns += 1
         request = await self._conversation.next_request(self._ended)
         if request is None:
             return await self._end()
-        if request.after is None:
-            return Step(_chat_of(request))
-        self.role = request.role
-        texts = [message.content for message in request.messages]
-        return Step(texts if request.after == self._num_turns else {"observation": texts, "after": request.after})
+        observation, self.role = self._conversation.observe(request)
+        return Step(observation)
 
     async def close(self) -> None:
         """Kill the program and its children, and remove its folder."""
@@ -261,11 +255,6 @@ class Program:
         """Return the end of what the program wrote to its standard error, for messages."""
         said = self._end_of("stderr").strip()
         return f"its stderr ends with: {said[-ERROR_CHARACTERS:]}" if said else "it wrote nothing to stderr"
-
-
-def _chat_of(request: Request) -> dict[str, Any]:
-    """Return a whole chat as an environment names it."""
-    return {"messages": [message.for_template() for message in request.messages], "tools": request.tools}
 
 
 def _kill_descendants(pid: int) -> None:

@@ -91,7 +91,7 @@ class Request(NamedTuple):
 
     Attributes:
         messages: What follows the turn `after`, of one role; or all messages of its chat.
-        after: The number of a turn, from 1 on; 0: the data row's prompt; None: the messages are a whole chat.
+        after: The number of a turn, from 1 on; 0: the data row's prompt; None: they are a whole chat.
         tools: Those that the model may call, as the request has them.
     """
 
@@ -99,10 +99,9 @@ class Request(NamedTuple):
     after: int | None
     tools: Sequence[Any]
 
-    @property
-    def role(self) -> str:
-        """The role of the messages that follow a turn."""
-        return self.messages[0].role
+    def as_chat(self) -> dict[str, Any]:
+        """Return a whole chat as an environment's reset or step names it."""
+        return {"messages": [message.for_template() for message in self.messages], "tools": self.tools}
 
 
 class _Asked:
@@ -233,6 +232,13 @@ class Conversation:
         finally:
             waiting.cancel()
 
+    def observe(self, request: Request) -> tuple[list[str] | dict[str, Any], str]:
+        """Return a request after the first turn as an environment's observation, and the role of its texts."""
+        if request.after is None:
+            return request.as_chat(), "user"
+        texts, role = [message.content for message in request.messages], request.messages[0].role
+        return (texts if request.after == len(self._answered) else {"observation": texts, "after": request.after}), role
+
     def fail(self, error: ChatError) -> None:
         """Refuse all requests from now on, for this reason or an earlier one."""
         if self._failure is None:
@@ -245,7 +251,7 @@ class Conversation:
 
     def _request_of(self, asked: _Asked) -> Request:
         """Return what a request asks: what it adds to the longest chat that it extends, or its whole chat."""
-        if not self._answered and self._prompt is not None:
+        if not self._answered and self._prompt is not None and not asked.tools:
             return Request(asked.messages[len(self._prompt) :], 0, asked.tools)
         extended = [
             (len(before.chat), number)

@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import verifiers.v1 as vf
@@ -28,6 +28,7 @@ from infra.integrations.chat_completions import (
 from rl_core.environments.base import Step, Task
 
 HARNESS = "sluice_chat"  # its name for verifiers, which imports plugins by the names of top-level modules
+SETTINGS = ("stream", "stream_options", "tools")  # what its requests may have besides messages and model
 SESSION = "X-Session-ID"  # a header of verifiers' requests: the id of the trace that they belong to
 
 __all__ = ["ChatHarness"]  # where verifiers looks for a plugin's class
@@ -131,7 +132,7 @@ class VerifiersEnvironment:
     """An episode of an environment of verifiers, one of whose agents is the model.
 
     Its reward is that of the model's trace when the episode has ended; the metrics are the trace's, and each of its
-    rewards as `reward/<name>`. A request must extend the chat of the one before it by messages of one role.
+    rewards as `reward/<name>`. Requests may have tools, and leave the chat of the one before them.
 
     Args:
         task: The data row. The entry `task` of its `extra_info` has the fields of verifiers' task, with which the
@@ -149,26 +150,33 @@ class VerifiersEnvironment:
             raise ValueError("the data row has no extra_info.task, the fields of its verifiers task")
         self.role = "user"
         chat = [Message(message["role"], message["content"]) for message in task["prompt"]]
-        self._conversation = Conversation("the environment", chat)
+        self._conversation = Conversation("the environment", chat, SETTINGS, branches=True)
         self._worker = worker_of(json.dumps(env))
         self._task = self._worker.task(task["info"]["task"])
         self._episode: asyncio.Task[vf.Episode] | None = None
 
-    async def reset(self) -> list[str] | None:
-        """Begin the episode, and return what its first request adds to the data row's prompt."""
+    async def reset(self) -> list[str] | dict[str, Any] | None:
+        """Begin the episode, and return what its first request adds to the row's prompt, or its chat with tools."""
         self._episode = asyncio.create_task(self._worker.play(self._task, self._conversation))
         request = await self._conversation.next_request(self._episode)
         if request is None:
             self._check(self._episode.result())
             raise ChatError("the episode ended before the environment asked its model anything")
-        return self._observe(request.messages) or None
+        if request.tools:
+            return request.as_chat()
+        if request.messages:
+            self.role = request.messages[0].role
+        return [message.content for message in request.messages] or None
 
     async def step(self, action: str) -> Step:
         """Answer the outstanding request by the turn; return what the next one adds to the chat, or the reward."""
         assert self._episode is not None, "a step before the reset"
         self._conversation.answer(action)
         request = await self._conversation.next_request(self._episode)
-        return self._end(self._episode.result()) if request is None else Step(self._observe(request.messages))
+        if request is None:
+            return self._end(self._episode.result())
+        observation, self.role = self._conversation.observe(request)
+        return Step(observation)
 
     async def close(self) -> None:
         """End the episode."""
@@ -176,12 +184,6 @@ class VerifiersEnvironment:
             self._episode.cancel()
             await asyncio.gather(self._episode, return_exceptions=True)
         self._conversation.fail(ChatError("the trajectory has ended"))
-
-    def _observe(self, added: Sequence[Message]) -> list[str]:
-        """Return the texts of the messages that a request adds to the chat, all of one role."""
-        if added:
-            self.role = added[0].role
-        return [message.content for message in added]
 
     def _end(self, episode: vf.Episode) -> Step:
         """Return the step that ends the trajectory.
