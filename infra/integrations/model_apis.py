@@ -280,7 +280,7 @@ def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
     yield "created", {"response": begun}
     yield "in_progress", {"response": begun}
     for at, item in enumerate(response["output"]):
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: Json = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         yield "output_item.added", {"output_index": at, "item": item | empty | {"status": "in_progress"}}
         place = {"output_index": at, "item_id": item["id"]}
         if item["type"] == "function_call":
@@ -289,7 +289,7 @@ def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
             yield "function_call_arguments.done", {**place, "name": item["name"], "arguments": arguments}
         else:
             (part,), place = item["content"], {**place, "content_index": 0}
-            probabilities = {"logprobs": []} if part["type"] == "output_text" else {}
+            probabilities: Json = {"logprobs": []} if part["type"] == "output_text" else {}
             yield "content_part.added", {**place, "part": part | {"text": ""}}
             yield f"{part['type']}.delta", {**place, "delta": part["text"], **probabilities}
             yield f"{part['type']}.done", {**place, "text": part["text"], **probabilities}
@@ -300,7 +300,7 @@ def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
 
 RESPONSES = ModelApi("responses", _read_responses, _write_response, _stream_response, "", _openai_error)
 
-_MESSAGES_IGNORED = {"cache_control", "diagnostics"}
+_MESSAGES_IGNORED = {"cache_control"}
 _MESSAGES_DEFAULTS = {"service_tier": "auto", "tool_choice": {"type": "auto"}}
 _OF_MESSAGES_TOOLS = {"cache_control", "eager_input_streaming", "input_schema", "type"}
 _ANTHROPIC_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}

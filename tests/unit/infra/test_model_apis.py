@@ -201,7 +201,7 @@ def test_chats_go_on_by_texts(tmp_path: Path) -> None:
         response = json.loads(post({"input": items}, path="responses")[1])
         finish(float(response["output"][-1]["content"][0]["text"]), kinds=len(answer), items=len(response["output"]))
     """
-    with started(program(tmp_path, code + LOOP)) as pool:
+    with started(program(tmp_path, code)) as pool:
         reply = begin(pool)[0]
         assert (reply.roles, reply.observations, reply.tools) == (("user",), ("a\nb",), "")
         assert turns(pool, ["<think>why</think>x"])[0].observations == ("c",)  # nobody asked for the reasoning
