@@ -13,7 +13,7 @@ INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
 # rewrites the assertions of every test.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: venv demo test test-extended test-all verifiers chaos versions gpu lint format docs dashboard down
+.PHONY: venv demo test test-extended test-all verifiers agents chaos versions gpu lint format docs dashboard down
 
 venv: $(VENV)/installed
 
@@ -66,6 +66,13 @@ verifiers: venv  ## the tests of verifiers' environments, with the library in an
 	@test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
 	@.venv-verifiers/bin/pip install --quiet --disable-pip-version-check verifiers==0.4.0
 	$(BIN)/pytest -k verifiers tests/unit/infra/test_environment_adapters.py tests/end_to_end/test_examples.py
+
+AGENTS := anthropic==2.14.0 langchain-anthropic==1.7.10 langchain-openai==1.7.4 langgraph==1.2.24 mini-swe-agent==2.4.6 \
+	openai==3.57.0 openai-agents==0.24.0 pydantic-ai-slim[anthropic,openai]==2.68.0 smolagents[openai]==1.26.0
+agents: venv  ## the tests of agents as programs, with their libraries in an interpreter of their own (about a minute)
+	@test -x .venv-agents/bin/python || $(PYTHON) -m venv .venv-agents
+	@.venv-agents/bin/pip install --quiet --disable-pip-version-check $(AGENTS)
+	$(BIN)/pytest tests/unit/infra/test_agents.py
 
 KILLS ?= 10
 chaos: venv  ## disturb real runs at random moments and resume them; KILLS=n sets the number of faults

@@ -121,10 +121,10 @@ def _check_command(config: ProgramEnvironment) -> None:
 
 
 def _sampling(config: ProgramEnvironment, rollout: EngineRollout) -> dict[str, Any]:
-    """Return what a program's requests may set to this value only, as OpenAI names it; or higher, of a limit."""
+    """Return what a program's requests may set to this value only, as APIs name it; or higher, of a limit."""
     limit = config.max_turn_tokens or rollout.max_response_tokens
     sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    return {**sampling, "max_tokens": limit, "max_completion_tokens": limit}
+    return sampling | dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), limit)
 
 
 def _chat(config: RunConfig, environment: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:

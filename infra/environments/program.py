@@ -1,4 +1,4 @@
-"""A program as an environment: it asks its model itself, over OpenAI's chat completions, at a server of this process.
+"""A program as an environment: it asks its model itself, over an API (`model_apis`) that a server of this process has.
 
 It runs once per trajectory, in a process group and a folder of its own. It is a black box: if this process is lost, it
 is started again, and asks for the turns that it had.
@@ -24,15 +24,8 @@ from typing import Any
 
 from aiohttp import web
 
-from infra.integrations.chat_completions import (
-    MODEL,
-    ChatError,
-    Conversation,
-    begin_task,
-    complete,
-    refusal,
-    serve,
-)
+from infra.integrations.chat_completions import ChatError, Conversation
+from infra.integrations.model_apis import MODEL, ModelApi, begin_task, complete, serve
 from infra.processes import lifeline
 from infra.processes.isolated import has_died, kill_group
 from rl_core.environments.base import FinishedProgram, Step, Task
@@ -73,7 +66,7 @@ class Gateway:
     async def open(self, conversation: Conversation) -> tuple[str, str, str]:
         """Have a conversation be asked for; return its number, the URL that programs know as the API's, and its key."""
         if self._url is None:
-            self._url = begin_task(serve(self._answer, "/{number}/v1/chat/completions"))
+            self._url = begin_task(serve(self._answer, "/{number}/v1"))
         try:
             url = await asyncio.shield(self._url)
         except OSError:  # the next one tries again
@@ -88,12 +81,12 @@ class Gateway:
         """Forget a conversation."""
         self._conversations.pop(number)[1].fail(ChatError("the trajectory has ended"))
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        key, conversation = self._conversations.get(request.match_info["number"], (None, None))
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        if key is None or conversation is None or not secrets.compare_digest(given, key.encode()):
-            return refusal(401, "this is not the key of this trajectory")
-        return await complete(request, conversation)
+    async def _answer(self, request: web.Request, api: ModelApi) -> web.StreamResponse:
+        key, conversation = self._conversations.get(request.match_info["number"], ("", None))
+        given = request.headers.get("Authorization", "").removeprefix("Bearer "), request.headers.get("x-api-key", "")
+        if conversation is None or not any(secrets.compare_digest(each.encode(), key.encode()) for each in given):
+            return api.refusal(401, "this is not the key of this trajectory")
+        return await complete(request, conversation, api)
 
 
 gateway = functools.cache(Gateway)
@@ -333,6 +326,9 @@ def _variables(url: str, key: str, folder: str) -> dict[str, str]:
         "OPENAI_BASE_URL": url,
         "OPENAI_API_KEY": key,
         "OPENAI_MODEL": MODEL,
+        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # which its clients append
+        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_MODEL": MODEL,
         "HOME": folder,
         "TMPDIR": folder,
         "PYTHONHASHSEED": "0",  # with a fixed order of sets, a program that is started again asks the same

@@ -1,22 +1,18 @@
-"""A model whose turns are asked for over OpenAI's chat completions, by what plays an environment itself.
+"""A model whose turns are asked for as OpenAI's chat completions, by what plays an environment itself.
 
 A request extends the chat of an earlier one, or begins a branch; it waits until the turn that follows has been sampled.
-Needs aiohttp, the standard library and `rl_core.environments` only, as other interpreters import it, too.
+What is sent and read is in `model_apis`. Needs the standard library and `rl_core.environments` only, as other
+interpreters import it, too.
 """
 
 import asyncio
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from contextvars import Context
 from typing import Any, NamedTuple
-
-from aiohttp import web
 
 from rl_core.environments.calls import Call, parse_hermes, without_reasoning
 
-MODEL = "policy"
-MAX_REQUEST_BYTES = 2**24
 _OF_ROLES = {"assistant": {"reasoning", "reasoning_content", "tool_calls"}, "tool": {"tool_call_id", "name"}}
 _WITHOUT_EFFECT: Mapping[str, Any] = {
     "n": 1,
@@ -30,7 +26,7 @@ _WITHOUT_EFFECT: Mapping[str, Any] = {
     "parallel_tool_calls": True,
     "response_format": {"type": "text"},
 }
-_LIMITS = ("max_tokens", "max_completion_tokens")
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 class ChatError(Exception):
@@ -360,89 +356,6 @@ def _misfit(chat: Sequence[Message], messages: Sequence[Message], *, is_prompt: 
             f"{', '.join(answered)}; all must be answered, in their order"
         )
     return None
-
-
-async def serve(handler: Any, path: str) -> str:
-    """Serve posts on the loopback interface until this process ends; return the server's URL.
-
-    Args:
-        handler: Answers them.
-        path: Their path, of aiohttp's form.
-    """
-    app = web.Application(client_max_size=MAX_REQUEST_BYTES)
-    app.router.add_post(path, handler)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-
-def begin_task(coroutine: Any) -> "asyncio.Task[Any]":
-    """Begin a task that belongs to no environment's call, whose time it would otherwise take."""
-    return Context().run(asyncio.create_task, coroutine)
-
-
-async def complete(request: web.Request, conversation: Conversation, owner: str = "") -> web.StreamResponse:
-    """Answer a request by the turn that it asks for, or by what is wrong with it."""
-    try:
-        try:
-            body = json.loads(await request.read())
-        except web.HTTPRequestEntityTooLarge:
-            raise ChatError(f"a request has more than {MAX_REQUEST_BYTES:,} bytes") from None
-        except (ValueError, RecursionError) as error:
-            raise ChatError(f"a request is not JSON: {error}") from None
-        turn = await asyncio.shield(conversation.ask(body, owner))
-    except ChatError as error:
-        conversation.fail(error)
-        return refusal(400, str(error))
-    if body.get("stream"):
-        options = body.get("stream_options")
-        return await _stream(request, turn, with_usage=isinstance(options, dict) and bool(options.get("include_usage")))
-    choice = {"message": turn.message.as_openai() | _reasoning(turn), "finish_reason": _finish_reason(turn)}
-    completion = _part(turn, "chat.completion", choice)
-    return web.json_response(completion | ({"usage": turn.usage} if turn.usage else {}))
-
-
-async def _stream(request: web.Request, turn: Turn, *, with_usage: bool) -> web.StreamResponse:
-    """Answer a request by a turn in chunks: it has ended before the first one is sent."""
-    kind, message = "chat.completion.chunk", turn.message.as_openai()
-    calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls", ()))]
-    deltas: list[dict[str, Any]] = [
-        {"role": message["role"], "content": ""},
-        _reasoning(turn),
-        {"content": message["content"]} if message["content"] else {},
-        {"tool_calls": calls} if calls else {},
-    ]
-    chunks = [_part(turn, kind, {"delta": delta, "finish_reason": None}) for delta in deltas if delta]
-    chunks.append(_part(turn, kind, {"delta": {}, "finish_reason": _finish_reason(turn)}))
-    if with_usage and turn.usage:
-        chunks.append(_part(turn, kind) | {"usage": turn.usage})
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for chunk in [*map(json.dumps, chunks), "[DONE]"]:
-        await response.write(f"data: {chunk}\n\n".encode())
-    await response.write_eof()
-    return response
-
-
-def _reasoning(turn: Turn) -> dict[str, str]:
-    return {"reasoning_content": turn.reasoning} if turn.reasoning else {}
-
-
-def _finish_reason(turn: Turn) -> str:
-    return "tool_calls" if turn.message.calls else "stop"
-
-
-def _part(turn: Turn, kind: str, choice: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a turn, or a part of one, as OpenAI's objects; without a choice, the last part."""
-    choices = [] if choice is None else [{"index": 0, **choice}]
-    return {"id": f"turn-{turn.number}", "object": kind, "created": 0, "model": MODEL, "choices": choices}
-
-
-def refusal(status: int, message: str) -> web.Response:
-    """Return an error as OpenAI writes it."""
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return web.json_response({"error": error}, status=status)
 
 
 def _read_turn(action: str, number: int, *, with_calls: bool) -> tuple[Message, str]:

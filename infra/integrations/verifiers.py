@@ -16,15 +16,8 @@ from typing import Any
 import verifiers.v1 as vf
 from aiohttp import ClientSession, ClientTimeout, web
 
-from infra.integrations.chat_completions import (
-    ChatError,
-    Conversation,
-    Message,
-    begin_task,
-    complete,
-    refusal,
-    serve,
-)
+from infra.integrations.chat_completions import ChatError, Conversation, Message
+from infra.integrations.model_apis import ModelApi, begin_task, complete, serve
 from rl_core.environments.base import Step, Task
 
 HARNESS = "sluice_chat"  # its name for verifiers, which imports plugins by the names of top-level modules
@@ -110,7 +103,7 @@ class Worker:
         secret = secrets.token_urlsafe()
         try:
             async with self.environment.serving():
-                url.set_result(f"{await serve(self._complete, f'/{secret}/chat/completions')}/{secret}")
+                url.set_result(f"{await serve(self._complete, f'/{secret}')}/{secret}")
                 await asyncio.Event().wait()
         except Exception as error:
             if url.done():
@@ -118,11 +111,11 @@ class Worker:
             self._url = None  # the next episode tries again
             url.set_exception(error)
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _complete(self, request: web.Request, api: ModelApi) -> web.StreamResponse:
         session = request.headers.get(SESSION, "")
         if session not in self._conversations:
-            return refusal(404, "no episode is being played for this request")
-        return await complete(request, self._conversations[session], session)
+            return api.refusal(404, "no episode is being played for this request")
+        return await complete(request, self._conversations[session], api, session)
 
 
 worker_of = functools.cache(Worker)

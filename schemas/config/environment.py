@@ -102,7 +102,7 @@ class ToolsEnvironment(TurnLimits):
 
 
 class ProgramEnvironment(TurnLimits):
-    """A program, started for each trajectory, that asks the model itself, over OpenAI's chat completions."""
+    """A program, started for each trajectory, that asks the model itself, over OpenAI's or Anthropic's API."""
 
     kind: Literal["program"] = "program"
     """Selects a program."""

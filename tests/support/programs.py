@@ -1,4 +1,4 @@
-"""Programs that ask their model over OpenAI's chat completions, with the standard library, and pools of them."""
+"""Programs that ask their model over an API, with the standard library, and pools of them."""
 
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -19,13 +19,13 @@ import json, os, sys, time, urllib.error, urllib.request
 task = json.load(sys.stdin)
 messages = list(task["prompt"])
 
-def post(body, key=None, number=None):
-    """Return the status and the body of the answer to a request."""
+def post(body, key=None, number=None, path="chat/completions"):
+    """Return the status and the body of the answer to a request; without a body of its own, it gets the path."""
     url = os.environ["OPENAI_BASE_URL"]
     url = url if number is None else url.replace("/1/", f"/{number}/")
     headers = {"Authorization": "Bearer " + (key or os.environ["OPENAI_API_KEY"]), "Content-Type": "application/json"}
-    body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(url + "/chat/completions", body, headers)
+    body = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}/{path}", body, headers)
     try:
         with urllib.request.urlopen(request) as answer:
             return answer.status, answer.read()
