@@ -32,7 +32,7 @@ from flows.ui.events import RunEvents
 from flows.ui.progress import place_table, sharing_line
 from flows.ui.reporter import RunReporter, logs_in_prefect, newest_steps_kept
 from infra.monitors import Monitors, open_monitors
-from infra.processes.collection import infrequent_gc
+from infra.processes import infrequent_gc
 from infra.ray.tracing import traced_run
 from infra.storage.driver_lock import driver_lock, holds_lock, watch_lock
 from infra.storage.driver_log import driver_log

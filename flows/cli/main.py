@@ -7,7 +7,7 @@ from rich.console import Console
 from flows.cli import history_commands, replay_commands, service_commands  # noqa: F401  they add their commands
 from flows.cli.commands import app
 from flows.lifecycle.exit import exit_process
-from infra.processes.collection import infrequent_gc
+from infra.processes import infrequent_gc
 from infra.ray.module_path import append_working_directory
 from schemas.errors import PipelineError, UserError, describe
 

@@ -6,7 +6,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from infra.processes.collection import infrequent_gc
+from infra.processes import infrequent_gc
 from infra.ray.actors import actor_name
 from infra.ray.device import occupy, place_of_process
 from infra.ray.health import Pingable

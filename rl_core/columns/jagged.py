@@ -234,4 +234,5 @@ def _turn_starts(sampled: pa.Array, between: pa.Array) -> Array:
     is_first[first[lengths > 0]] = True
     sizes = tokens + np.where(is_first, 0, np.concatenate([[0], follow])[: len(follow)])
     starts = np.cumsum(sizes) - sizes
-    return starts - np.repeat(starts[first[lengths > 0]], lengths[lengths > 0])
+    within: Array = starts - np.repeat(starts[first[lengths > 0]], lengths[lengths > 0])
+    return within

@@ -16,11 +16,18 @@ from rl_core.rewards.base import (
     score_one,
     turns_of,
 )
-from rl_core.rewards.built_in import load_format, load_length, score_environment, score_exact
+from rl_core.rewards.built_in import (
+    load_format,
+    load_length,
+    require_reasoning_gym,
+    score_environment,
+    score_exact,
+    score_full_marks,
+    score_reasoning_gym,
+)
 from rl_core.rewards.math import require_math_verify, score_math
 from rl_core.rewards.numeric import load_numeric
 from rl_core.rewards.outcome import RewardOutcome, as_stored, group_outcome
-from rl_core.rewards.reasoning_gym import require_reasoning_gym, score_full_marks, score_reasoning_gym
 from rl_core.user_code import import_user_module
 from schemas.config.judge import JudgeReward
 from schemas.config.reward import (

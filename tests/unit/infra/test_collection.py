@@ -3,7 +3,7 @@
 import gc
 from contextlib import suppress
 
-from infra.processes.collection import THRESHOLD, infrequent_gc
+from infra.processes import THRESHOLD, infrequent_gc
 
 
 def test_collections_are_rare_in_the_block_alone() -> None:
