@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -41,13 +42,14 @@ _PREFIX = f"sluice-programs-{os.getuid()}-"
 # Limits itself, and is then replaced by the program, which ends with this process: the kernel kills its group.
 _LAUNCHER = """
 import os, resource, runpy, sys
-lifeline, task, memory, size, *command = sys.argv[1:]
+lifeline, task, memory, size, files, *command = sys.argv[1:]
 runpy.run_path(lifeline)["end_with_parent"](with_programs=True)
 os.dup2(int(task), 0)
 for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, size), (resource.RLIMIT_CORE, 0)):
     hard = resource.getrlimit(kind)[1]
     most = int(most) if hard == resource.RLIM_INFINITY else min(int(most), hard)
     resource.setrlimit(kind, (most, most))
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(files), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 try:
     os.execvp(command[0], command)
 except OSError as error:
@@ -56,9 +58,16 @@ except OSError as error:
 
 
 class Gateway:
-    """The server that the programs of this process ask."""
+    """The server that the programs of this process ask.
+
+    Attributes:
+        own_files: How many files a process could have open before; this one takes all that it may, as each program has
+            some in it.
+    """
 
     def __init__(self) -> None:
+        self.own_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._conversations: dict[str, tuple[str, Conversation]] = {}  # with their keys, by number
         self._num_opened = 0
         self._url: asyncio.Task[str] | None = None
@@ -176,7 +185,7 @@ class Program:
         ):
             task.write(json.dumps({**self._task, "seed": self._seed}).encode())
             task.seek(0)
-            limits = [str(self._memory_bytes), str(MAX_FILE_BYTES)]
+            limits = [str(self._memory_bytes), str(MAX_FILE_BYTES), str(gateway().own_files)]
             launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, lifeline.__file__, str(task.fileno()), *limits]
             self._process = subprocess.Popen(
                 [*launcher, *self._command],

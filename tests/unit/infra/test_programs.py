@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -406,6 +407,22 @@ def test_a_program_has_limits_a_home_and_no_more_memory(tmp_path: Path) -> None:
     """
     with started(program(tmp_path, code, memory_bytes=2**28)) as pool:
         assert begin(pool)[0].observations[-1] == "too much"
+
+
+def test_more_programs_than_a_process_usually_may_have_files_for(tmp_path: Path) -> None:
+    code = """
+        import resource
+        say(str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+        ask()
+        finish(1.0)
+    """
+    most, hard = 96, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with started(program(tmp_path, code, reset_timeout_seconds=300.0)) as pool:
+        resource.prlimit(pool.pids[0], resource.RLIMIT_NOFILE, (most, hard))  # instead of the usual 1,024
+        replies = begin(pool, *[row()] * most)
+        assert {reply.observations[-1] for reply in replies.values()} == {str(most)}
+        assert psutil.Process(pool.pids[0]).num_fds() > most
+        assert {reply.reward for reply in turns(pool, ["x"] * most).values()} == {1.0}
 
 
 COUNTED = """
