@@ -110,6 +110,16 @@ async def _count_tokens(request: web.Request) -> web.Response:
     return MESSAGES.refusal(404, message)
 
 
+def _read_completion(body: Json) -> Json:
+    messages = body.get("messages")
+    return body | {"messages": [*map(_with_known_role, messages)]} if isinstance(messages, list) else body
+
+
+def _with_known_role(message: Any) -> Any:
+    """Return a message whose role templates know: OpenAI's newer models take a system's message as a developer's."""
+    return message | {"role": "system"} if isinstance(message, dict) and message.get("role") == "developer" else message
+
+
 def _write_completion(turn: Turn, body: Json) -> Json:
     choice = {"message": turn.message.as_openai() | _reasoning(turn), "finish_reason": _finish_reason(turn)}
     completion = _part(turn, "chat.completion", choice)
@@ -152,11 +162,12 @@ def _openai_error(status: int, message: str) -> Json:
 
 
 CHAT_COMPLETIONS = ModelApi(
-    "chat/completions", dict, _write_completion, _stream_completion, "data: [DONE]\n\n", _openai_error
+    "chat/completions", _read_completion, _write_completion, _stream_completion, "data: [DONE]\n\n", _openai_error
 )
 
 # What is without effect here: whatever its value is, or with this one.
 _RESPONSES_IGNORED = {
+    "client_metadata",
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
@@ -205,7 +216,7 @@ def _add_item(messages: list[Any], at: int, item: Any) -> None:
                 raise ChatError(
                     f"item {at} of a request's input has {', '.join(unread)}; the model reads role and content only"
                 )
-            item = {"role": item.get("role"), "content": _texts(item.get("content"))}
+            item = _with_known_role({"role": item.get("role"), "content": _texts(item.get("content"))})
         messages.append(item)
     elif kind == "function_call":
         before = messages[-1] if messages else None
@@ -419,18 +430,16 @@ def _without(body: Json, ignored: set[str], defaults: Mapping[str, Any]) -> Json
 
 
 def _with_functions(chat: Json, read: Callable[[Json], Json | None]) -> Json:
-    """Return a request with its tools as chat completions have them, by what reads one; others are refused there."""
+    """Return a request with its tools as chat completions have them, by what reads one that is a function."""
     tools = chat.get("tools")
-    if not isinstance(tools, list):
-        return chat
-    functions = [read(tool) if isinstance(tool, dict) else None for tool in tools]
-    return chat | {"tools": [_tool(*pair) for pair in zip(tools, functions, strict=True)]}
+    return chat | {"tools": [_tool(tool, read) for tool in tools]} if isinstance(tools, list) else chat
 
 
-def _tool(tool: Any, function: Json | None) -> Any:
-    """Return a function as chat completions have it, the same whichever API it comes by."""
+def _tool(tool: Any, read: Callable[[Json], Json | None]) -> Json:
+    """Return a tool as chat completions have it, the same whichever API it comes by; raises if it is no function."""
+    function = read(tool) if isinstance(tool, dict) else None
     if function is None:
-        return tool
+        raise ChatError(f"a request has the tool {tool!r:.200}, which is not a function with a schema")
     known = {name: function.pop(name, None) for name in ("name", "description", "parameters", "strict")}
     if others := sorted(name for name, value in function.items() if value):
         raise ChatError(f"tool {known['name']!r:.80} has {', '.join(others)}; the model reads name and schema only")

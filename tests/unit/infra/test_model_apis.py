@@ -53,7 +53,6 @@ LOOP = """
         total += sum(sum(call.values()) for call in calls)
 """
 RESPONSES = """
-    import itertools
     PATH, items = "responses", [{"role": "user", "content": [{"type": "input_text", "text": "Begin."}]}]
 
     def request():
@@ -187,11 +186,12 @@ def test_every_api_shows_the_model_the_same(tmp_path: Path, code: str) -> None:
 def test_chats_go_on_by_texts(tmp_path: Path) -> None:
     code = """
         first = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-        asked = {"messages": [first], "max_tokens": 999, "system": ""}
+        asked = {"messages": [first], "max_tokens": 999, "system": "s"}
         answer = json.loads(post(asked, path="messages")[1])["content"]
         asked["messages"] += [{"role": "assistant", "content": answer}, {"role": "user", "content": "c"}]
         said = json.loads(post(asked, path="messages")[1])["content"][0]["text"]
         items = [
+            {"role": "developer", "content": "s"},
             {"role": "user", "content": [{"type": "input_text", "text": "a\\nb"}]},
             {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": answer[0]["text"]}]},
             {"role": "user", "content": "c"},
@@ -199,14 +199,19 @@ def test_chats_go_on_by_texts(tmp_path: Path) -> None:
             {"role": "user", "content": "d"},
         ]
         response = json.loads(post({"input": items}, path="responses")[1])
-        finish(float(response["output"][-1]["content"][0]["text"]), kinds=len(answer), items=len(response["output"]))
+        messages = [{"role": item["role"], "content": item["content"]} for item in items]
+        messages[1]["content"], messages[2]["content"] = "a\\nb", answer[0]["text"]
+        messages += [{"role": "assistant", "content": response["output"][-1]["content"][0]["text"]}]
+        say("e")
+        finish(float(ask()), kinds=len(answer), items=len(response["output"]))
     """
     with started(program(tmp_path, code)) as pool:
         reply = begin(pool)[0]
-        assert (reply.roles, reply.observations, reply.tools) == (("user",), ("a\nb",), "")
+        assert (reply.roles, reply.observations, reply.tools) == (("system", "user"), ("s", "a\nb"), "")
         assert turns(pool, ["<think>why</think>x"])[0].observations == ("c",)  # nobody asked for the reasoning
         assert turns(pool, ["y"])[0].observations == ("d",)
-        reply = turns(pool, ["<think>hm</think>0.5"])[0]
+        assert turns(pool, ["<think>hm</think>z"])[0].observations == ("e",)
+        reply = turns(pool, ["0.5"])[0]
         assert (reply.reward, reply.metrics) == (0.5, {"kinds": 1.0, "items": 2.0})
 
 
@@ -233,7 +238,10 @@ BASH = {"type": "bash_20250124", "name": "bash"}
         ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text = {'format'"),
         ({"input": "x", "include": ["message.output_text.logprobs"]}, "include = ['message.output_text.logprobs']"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice = 'required' instead of 'auto'"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "that are not functions: [{'type': 'web_search'}]"),
+        (
+            {"input": "x", "tools": [{"type": "web_search"}]},
+            "has the tool {'type': 'web_search'}, which is not",
+        ),
         ({"input": "x", "tools": [{**F, "defer_loading": True}]}, "tool 'f' has defer_loading"),
     ],
 )
@@ -257,8 +265,8 @@ def test_what_cannot_be_trained_on_is_refused_as_openai_refuses(body: dict[str, 
         ({"stop_sequences": ["a"]}, "stop_sequences = ['a'], but here"),
         ({"thinking": {"type": "enabled"}}, "thinking = {'type': 'enabled'}, but here"),
         ({"tool_choice": {"type": "any"}}, "tool_choice = {'type': 'any'} instead of 'auto'"),
-        ({"tools": [BASH]}, "with tools that are not functions: [{'type': 'bash_20250124'"),
-        ({"tools": [3]}, "with tools that are not functions: [3]"),
+        ({"tools": [BASH]}, "has the tool {'type': 'bash_20250124'"),
+        ({"tools": [3]}, "has the tool 3, which is not a function"),
         ({"tools": [{"name": "f", "input_schema": {}, "input_examples": [1]}]}, "tool 'f' has input_examples"),
         ({"mcp_servers": [{}]}, "mcp_servers = [{}], but here"),
     ],
