@@ -17,9 +17,9 @@ from infra.datasets.prompts import check_prompts
 from infra.datasets.sft import SftDataset, check_rows, load_rows, load_train_rows
 from infra.datasets.teacher_prompts import TeacherPrompts
 from infra.engines.families import check_family, check_scoring
+from infra.engines.sizes import cache_bytes_per_sequence, check_tensor_parallel
 from infra.engines.vllm.adapters import check_adapters
 from infra.engines.vllm.installation import find_engine
-from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
 from infra.environments.open import check_environments, check_tools
 from infra.history.reuse import check_source
 from infra.models.load import (

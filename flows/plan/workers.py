@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from flows.plan.footprint import Footprint
 from infra.engines.embedded.cache import cache_bytes_per_token
+from infra.engines.sizes import tensor_parallel_sizes
 from infra.engines.vllm.adapters import allocated_rank
-from infra.engines.vllm.sizes import tensor_parallel_sizes
 from infra.models.load import build_meta_model, enable_gradient_checkpointing, max_positions
 from infra.models.lora import add_adapter, is_adapter
 from infra.workers.layout import Role, decide_device, num_workers, spread_over_gpus

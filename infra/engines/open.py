@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from infra.engines.base import RolloutEngine
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.vllm.sizes import max_model_len
+from infra.engines.sizes import max_model_len
 from infra.engines.vllm.start import open_process
 from infra.models.load import load_model
 from infra.models.lora import add_adapter

@@ -16,7 +16,7 @@ from flows.preflight import check_engine
 from infra.engines.base import Sampling, generate_all
 from infra.engines.open import open_engine
 from infra.engines.program import frames
-from infra.engines.vllm.engine import VllmEngine
+from infra.engines.program.engine import ProgramEngine
 from infra.engines.vllm.installation import EngineInstallation, engine_versions, find_program
 from infra.models.load import build_meta_model, load_model, load_tokenizer
 from schemas.config.model import ModelConfig
@@ -51,12 +51,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[VllmEngine]:
+def engine(folder: Path) -> Iterator[ProgramEngine]:
     rollout = {"kind": "program", "program": str(PROGRAM), "python": sys.executable, "max_response_tokens": 50}
     data = {"max_prompt_tokens": MAX_MODEL_LEN - 50}
     config = run_config(model={"path": str(folder)}, data=data, rollout=rollout)
     engine = open_engine(config, load_tokenizer(config.model))
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ProgramEngine)
     yield engine
     engine.close()
     assert not psutil.pid_exists(engine.processes[0])
@@ -67,7 +67,7 @@ def model(folder: Path) -> PreTrainedModel:
     return load_model(ModelConfig(path=str(folder)))
 
 
-def test_samples_have_the_log_probs_of_one_forward(engine: VllmEngine, model: PreTrainedModel) -> None:
+def test_samples_have_the_log_probs_of_one_forward(engine: ProgramEngine, model: PreTrainedModel) -> None:
     for prompt, generation in zip(
         PROMPTS, generate_all(engine, [request(prompt, 0) for prompt in PROMPTS], Sampling(9, 0)), strict=True
     ):
@@ -77,21 +77,21 @@ def test_samples_have_the_log_probs_of_one_forward(engine: VllmEngine, model: Pr
         assert_logprobs(generation, plain_logprobs(model, PROMPTS[row // 2], generation.token_ids, 0.7), 2e-5)
 
 
-def test_a_sample_is_its_seed_s(engine: VllmEngine) -> None:
+def test_a_sample_is_its_seed_s(engine: ProgramEngine) -> None:
     requests = [request(prompt, 1, 2**64 - 1, 2**63) for prompt in PROMPTS]
     first = generate_all(engine, requests, Sampling(12))
     assert_identical(generate_all(engine, requests, Sampling(12)), first)
     assert_identical(generate_all(engine, [request(PROMPTS[2], 2**63)], Sampling(12)), first[-1:])
 
 
-def test_rows_end_and_go_on_as_those_of_every_engine(engine: VllmEngine, model: PreTrainedModel) -> None:
+def test_rows_end_and_go_on_as_those_of_every_engine(engine: ProgramEngine, model: PreTrainedModel) -> None:
     assert_stop_tokens_end_responses(engine, PROMPTS[0])
     assert_requests_have_limits_of_their_own(engine, model)
     assert assert_turns_are_exact(engine, model, joins=True)
     assert_degenerate_requests_work(engine, PROMPTS[0])
 
 
-def test_it_takes_new_weights(engine: VllmEngine, tmp_path: Path) -> None:
+def test_it_takes_new_weights(engine: ProgramEngine, tmp_path: Path) -> None:
     other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1))))
     load_state(engine, load_file(tmp_path / "model.safetensors"), version=3)
     (generation,) = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(9))
@@ -177,7 +177,7 @@ def assert_lost(
         name, arguments, [tokens, logprobs] if name == "step" else buffers, **options
     ))  # fmt: skip
     started = {"dtype": "float32", "max_model_len": 64, "processes": [process.pid], "itemsize": 4, "cache_bytes": 0}
-    engine = VllmEngine(process, started, build_meta_model(ModelConfig(path=str(folder))))
+    engine = ProgramEngine(process, started, build_meta_model(ModelConfig(path=str(folder))))
     rows = engine.open_rows(Sampling(4))
     rows.begin([request(PROMPTS[0], 1)])
     with pytest.raises(EngineLostError, match=re.escape(said)):

@@ -19,7 +19,7 @@ def open_odd_engine(seconds: float = 600, **behaviour: str) -> Any:
         behaviour: By call: "raise TEXT", "die", "hang", "half" of an answer, "garbage", "print TEXT", or what it
             answers, in JSON.
     """
-    from infra.engines.vllm.process import EngineProcess
+    from infra.engines.program.process import EngineProcess
 
     return EngineProcess(sys.executable, os.environ | {BEHAVIOUR: json.dumps(behaviour)}, seconds, Path(__file__))
 
@@ -63,7 +63,7 @@ class OddEngine:
 
 if __name__ == "__main__":
     program = Path(__file__).parents[2] / "infra" / "engines" / "program"
-    sys.path[0] = str(program)
+    sys.path.append(str(program))
     import frames
 
     frames.serve(socket.socket(fileno=int(sys.argv[1])), OddEngine())

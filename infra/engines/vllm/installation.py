@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.engines.program.frames import PROTOCOL
-from infra.engines.vllm.process import CallFailedError, EngineProcess
+from infra.engines.program.process import CallFailedError, EngineProcess
 from infra.processes.isolated import variables_of_another
 from schemas.errors import ConfigError, EngineLostError
 from schemas.placement import Device

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from infra.engines.base import GenerationRequest, Sampling, generate_all
+from infra.engines.program.engine import ProgramEngine
+from infra.engines.program.process import PROGRAM, CallFailedError, EngineProcess
+from infra.engines.sizes import BLOCK_TOKENS, check_tensor_parallel
 from infra.engines.vllm.adapters import VllmAdapters, adapter_arguments, check_adapters
-from infra.engines.vllm.engine import VllmEngine
 from infra.engines.vllm.installation import check_protocol, find_engine, variables_of
-from infra.engines.vllm.process import PROGRAM, CallFailedError, EngineProcess
-from infra.engines.vllm.sizes import BLOCK_TOKENS, check_tensor_parallel
 from infra.models.load import build_meta_model
 from infra.models.lora import add_adapter
 from infra.ray.rendezvous import interface_variables
@@ -33,7 +33,7 @@ def open_process(
     sleeps: bool = False,
     shared_memory: str | None = None,
     answer_seconds: float = 600.0,
-) -> VllmEngine:
+) -> ProgramEngine:
     """Start an engine, with the model folder's weights as policy version 0.
 
     vLLM computes on CUDA if the package in its interpreter is `vllm`, on the CPU with torch's number of threads if it
@@ -73,7 +73,7 @@ def open_process(
         check_protocol(process.call("hello", is_limited=False)[0], installation.python)
         started, _ = process.call("start", {"engine": arguments, "eager": eager}, is_limited=False)
         keep_prefixes = rollout.prefix_cache == "version"
-        engine = VllmEngine(
+        engine = ProgramEngine(
             process, started, shapes, keep_prefixes=keep_prefixes, can_sleep=can_sleep, adapters=adapters
         )
         # Only in the first step does vLLM find out what its kernels don't support, and finish its preparations.

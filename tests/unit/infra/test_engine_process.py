@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from infra.engines.vllm.process import CallFailedError, EngineProcess
+from infra.engines.program.process import CallFailedError, EngineProcess
 from schemas.errors import EngineLostError
 from tests.support.odd_engine import BEHAVIOUR, open_odd_engine
 from tests.support.progress import wait_until

@@ -1,4 +1,4 @@
-"""The vLLM engine, which runs in a process of its own (`infra.engines.program`), as seen by its rollout worker."""
+"""The engine over a program in a process of its own, as seen by its rollout worker."""
 
 import mmap
 import os
@@ -20,8 +20,8 @@ from infra.engines.base import (
     check_prompts,
     require_awake,
 )
+from infra.engines.program.process import CallFailedError, EngineProcess
 from infra.engines.vllm.adapters import VllmAdapters, check_layers
-from infra.engines.vllm.process import CallFailedError, EngineProcess
 from infra.models.flat_tensors import assign_slots, buffer_as_tensor, flat_bytes, tensor_specs, write_tensors
 from infra.models.load import check_weights
 from infra.models.lora import is_adapter, without_adapter
@@ -32,7 +32,7 @@ from schemas.weights import TensorSpec
 PARTS: tuple[EngineTag, ...] = ("weights", "cache")
 
 
-class VllmRows:
+class ProgramRows:
     """`DecodingRows` of a vLLM engine; a turn computes at most a block of its row's history again.
 
     Args:
@@ -40,7 +40,7 @@ class VllmRows:
         sampling: How tokens are sampled.
     """
 
-    def __init__(self, engine: "VllmEngine", sampling: Sampling) -> None:
+    def __init__(self, engine: "ProgramEngine", sampling: Sampling) -> None:
         self._engine, self._sampling = engine, sampling
         self._lengths: dict[int, int] = {}  # tokens of the rows that are not forgotten
         self._pending: set[int] = set()  # rows whose turn has not ended
@@ -132,7 +132,7 @@ class VllmRows:
         self._limits.clear()
 
 
-class VllmEngine:
+class ProgramEngine:
     """A `RolloutEngine` over vLLM.
 
     Unless `keep_prefixes`, the prefix cache is emptied before rows are opened, so that samples are a function of the
@@ -192,7 +192,7 @@ class VllmEngine:
         """Whether its process is gone."""
         return self._process.is_lost
 
-    def open_rows(self, sampling: Sampling, *, several_turns: bool = False) -> VllmRows:
+    def open_rows(self, sampling: Sampling, *, several_turns: bool = False) -> ProgramRows:
         """Return a decoder without rows; see `RolloutEngine.open_rows`. All rows can be extended.
 
         Raises:
@@ -210,7 +210,7 @@ class VllmEngine:
             "stop_token_ids": [int(token) for token in sampling.stop_token_ids],
         }
         self.call("open", {"sampling": settings, "forget_prefixes": not self._keep_prefixes})
-        return VllmRows(self, sampling)
+        return ProgramRows(self, sampling)
 
     def load_weights(
         self, specs: Sequence[TensorSpec], buckets: Iterable[WeightsBucket], version: int, *, is_complete: bool = True

@@ -14,7 +14,9 @@ from importlib import metadata
 from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-sys.path[0] = FOLDER  # also for the processes of ranks, which import `vllm_ranks`
+# Last, so that no module next to them hides a package; also for the processes of ranks, which import `vllm_ranks`.
+sys.path[:1] = []
+sys.path += [FOLDER, os.path.join(os.path.dirname(FOLDER), "program")]
 
 import frames  # noqa: E402
 

@@ -19,7 +19,7 @@ from infra.processes import lifeline
 from infra.processes.isolated import has_died, kill_group
 from schemas.errors import EngineLostError
 
-PROGRAM = Path(frames.__file__).with_name("vllm_program.py")
+PROGRAM = Path(frames.__file__).parents[1] / "vllm" / "vllm_program.py"
 LAST_LINES, MAX_LINE = 20, 1000  # of what it printed, in an error; and characters of a line
 CHECK_SECONDS = 1.0  # between two looks at whether it lives
 GRACE_SECONDS = 5.0  # to end by itself, once its connection is closed
