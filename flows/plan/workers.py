@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from flows.plan.footprint import Footprint
 from infra.engines.embedded.cache import cache_bytes_per_token
 from infra.engines.sizes import tensor_parallel_sizes
-from infra.engines.vllm.adapters import allocated_rank
+from infra.engines.vllm.start import allocated_rank
 from infra.models.load import build_meta_model, enable_gradient_checkpointing, max_positions
 from infra.models.lora import add_adapter, is_adapter
 from infra.workers.layout import Role, decide_device, num_workers, spread_over_gpus
@@ -33,7 +33,7 @@ from rl_core.planning.memory import (
 from rl_core.rewards.model import build_meta_reward_model
 from schemas.base import Frozen
 from schemas.config.reward import ModelReward, reward_models
-from schemas.config.rollout import ProcessRollout
+from schemas.config.rollout import ProcessRollout, VllmRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.placement import Device
@@ -194,7 +194,7 @@ class ModelMemory:
             add_adapter(base, lora)
         if lora is not None and config.model.publishes_adapters:
             adapters = sum(FLOAT_BYTES * weight.numel() for name, weight in base.named_parameters() if is_adapter(name))
-            is_vllm = isinstance(config.rollout, ProcessRollout)
+            is_vllm = isinstance(config.rollout, VllmRollout)
             whole += adapters * (allocated_rank(lora.rank) if is_vllm else lora.rank) // lora.rank
         tokens = footprint.micro_tokens
         if half:

@@ -1,6 +1,7 @@
 """The vLLM engine against the transformers model of the same weights: its samples, log-probs and weights."""
 
 import copy
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from infra.engines.base import EngineUsage, Sampling, generate, generate_all
+from infra.engines.base import EngineModel, EngineUsage, Sampling, generate, generate_all
 from infra.engines.open import open_engine
 from infra.engines.program.engine import ProgramEngine
-from infra.engines.vllm.start import open_process
+from infra.engines.vllm.start import open_vllm
 from infra.models.flat_tensors import tensor_specs
 from infra.models.load import load_model, load_tokenizer
 from infra.weights.probe import check_probe
@@ -36,9 +37,11 @@ from tests.support.engine_checks import (
     assert_requests_have_limits_of_their_own,
     assert_stop_tokens_end_responses,
     assert_turns_are_exact,
+    counting_python,
     greedy,
     plain_logprobs,
     request,
+    starts_of,
 )
 from tests.support.tiny import make_tiny_model
 from tests.support.weight_tensors import load_state
@@ -78,18 +81,24 @@ def model(folder: Path) -> PreTrainedModel:
     return load_model(ModelConfig(path=str(folder)))
 
 
+def of(folder: Path) -> EngineModel:
+    """Return a model as an engine gets it."""
+    return EngineModel(ModelConfig(path=str(folder)), MAX_MODEL_LEN)
+
+
 @pytest.mark.extended
 def test_a_model_or_size_that_vllm_cannot_run_is_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"can't run the model .* in float32 with sequences of 128 tokens: .*cache"):
-        open_process(ModelConfig(path=str(folder)), VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**10), MAX_MODEL_LEN)
+        open_vllm(VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**10), of(folder))
     odd = make_tiny_model(tmp_path, head_dim=8)
     with pytest.raises(ConfigError, match=r"Unsupported CPU attention configuration: head_dim=8"):
-        open_process(ModelConfig(path=str(odd)), ROLLOUT, MAX_MODEL_LEN)
+        open_vllm(ROLLOUT, of(odd))
 
 
-def test_a_closed_engine_leaves_no_process(folder: Path, model: PreTrainedModel) -> None:
-    rollout = ROLLOUT.replace(dtype="bfloat16")
-    other = open_process(ModelConfig(path=str(folder)), rollout, MAX_MODEL_LEN)
+def test_a_closed_engine_leaves_no_process(folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    python = counting_python(tmp_path, ENGINE_PYTHON)
+    other = open_vllm(ROLLOUT.replace(dtype="bfloat16", python=python), of(folder))
+    assert starts_of(python) == [os.getpid()]
     load_state(other, dict(model.named_parameters()), version=1)  # from float32
     (generation,) = generate_all(other, [request(PROMPTS[0], 1)], Sampling(30))
     expected = plain_logprobs(copy.deepcopy(model).to(torch.bfloat16), PROMPTS[0], generation.token_ids, 1)
@@ -280,9 +289,7 @@ def test_weights_that_do_not_fit_change_nothing(
     assert_identical(generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12)), before)
 
 
-def test_asleep_it_frees_what_vllm_can_and_says_what_it_keeps(
-    engine: ProgramEngine, model: PreTrainedModel
-) -> None:
+def test_asleep_it_frees_what_vllm_can_and_says_what_it_keeps(engine: ProgramEngine, model: PreTrainedModel) -> None:
     before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
     slept = engine.sleep(("weights", "cache"))
     assert slept.freed == {}  # the CPU build has no sleep mode

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
-from infra.engines.base import Sampling, WeightsBucket, generate, generate_all
+from infra.engines.base import EngineModel, Sampling, WeightsBucket, generate, generate_all
 from infra.engines.program.engine import ProgramEngine
-from infra.engines.vllm.start import open_process
+from infra.engines.vllm.start import open_vllm
 from infra.models.flat_tensors import buffer_as_tensor, flat_bytes, tensor_specs, tensor_views, write_tensors
 from infra.models.load import load_model
 from schemas.config.model import ModelConfig
@@ -43,12 +43,13 @@ NUM_RANKS = 2
 HOST = """
 import sys
 import psutil
-from infra.engines.vllm.start import open_process
+from infra.engines.base import EngineModel
+from infra.engines.vllm.start import open_vllm
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
 if __name__ == "__main__":
     rollout = VllmRollout(python=sys.argv[2], cache_bytes=2**22, tensor_parallel=2)
-    engine = open_process(ModelConfig(path=sys.argv[1]), rollout, 64)
+    engine = open_vllm(rollout, EngineModel(ModelConfig(path=sys.argv[1]), 64))
     print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
     sys.stdin.read()
 """
@@ -68,7 +69,7 @@ def model(folder: Path) -> PreTrainedModel:
 def engine(folder: Path) -> Iterator[ProgramEngine]:
     """One engine for all tests of this module, of which the last one ends it."""
     rollout = VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**22, tensor_parallel=NUM_RANKS, prefix_cache="version")
-    started = open_process(ModelConfig(path=str(folder)), rollout, MAX_MODEL_LEN)
+    started = open_vllm(rollout, EngineModel(ModelConfig(path=str(folder)), MAX_MODEL_LEN))
     yield started
     started.close()
 
@@ -93,8 +94,9 @@ def assert_engine_is(model: PreTrainedModel, engine: ProgramEngine) -> None:
 def test_numbers_of_ranks_that_do_not_divide_the_heads_are_refused(folder: Path) -> None:
     for ranks in (3, 8):
         with pytest.raises(ConfigError, match=r"4 attention heads, 2 key-value heads .* of 32; set it to 1, 2 or 4"):
-            open_process(
-                ModelConfig(path=str(folder)), VllmRollout(python=ENGINE_PYTHON, tensor_parallel=ranks), MAX_MODEL_LEN
+            open_vllm(
+                VllmRollout(python=ENGINE_PYTHON, tensor_parallel=ranks),
+                EngineModel(ModelConfig(path=str(folder)), MAX_MODEL_LEN),
             )
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+ODD = Path(__file__)
 BEHAVIOUR = "ODD_ENGINE"  # the variable with the behaviour by call, in JSON
 
 
@@ -21,7 +22,7 @@ def open_odd_engine(seconds: float = 600, **behaviour: str) -> Any:
     """
     from infra.engines.program.process import EngineProcess
 
-    return EngineProcess(sys.executable, os.environ | {BEHAVIOUR: json.dumps(behaviour)}, seconds, Path(__file__))
+    return EngineProcess(sys.executable, ODD, os.environ | {BEHAVIOUR: json.dumps(behaviour)}, "odd", seconds)
 
 
 def calls_of(process: Any) -> list[Any]:

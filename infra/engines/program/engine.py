@@ -1,9 +1,8 @@
 """The engine over a program in a process of its own, as seen by its rollout worker."""
 
-import mmap
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,12 @@ from infra.engines.base import (
     require_awake,
 )
 from infra.engines.program.process import CallFailedError, EngineProcess
-from infra.engines.vllm.adapters import VllmAdapters, check_layers
-from infra.models.flat_tensors import assign_slots, buffer_as_tensor, flat_bytes, tensor_specs, write_tensors
+from infra.models.flat_tensors import assign_slots, flat_bytes, shared_tensors, tensor_specs
 from infra.models.load import check_weights
-from infra.models.lora import is_adapter, without_adapter
-from schemas.errors import EngineLostError, NonFiniteError, WeightsError
+from infra.models.lora import is_adapter, save_adapters, without_adapter
+from infra.storage.shared_memory import SharedFolder, choose_root
+from schemas.config.model import LoraConfig
+from schemas.errors import EngineLostError, NonFiniteError
 from schemas.placement import EngineTag, MemoryChange, PartBytes
 from schemas.weights import TensorSpec
 
@@ -33,7 +33,7 @@ PARTS: tuple[EngineTag, ...] = ("weights", "cache")
 
 
 class ProgramRows:
-    """`DecodingRows` of a vLLM engine; a turn computes at most a block of its row's history again.
+    """`DecodingRows` of an engine that is a program; of vLLM's, a turn computes at most a block of its history again.
 
     Args:
         engine: The engine.
@@ -77,7 +77,7 @@ class ProgramRows:
         self._pending.add(row)
 
     def step(self) -> list[tuple[int, Generation]]:
-        """Run one forward pass of the rows that vLLM schedules; see `DecodingRows.step`."""
+        """Run one forward pass of the rows that the program schedules; see `DecodingRows.step`."""
         result, buffers = self._engine.call("step")
         try:
             return self._read(result, buffers)
@@ -133,7 +133,7 @@ class ProgramRows:
 
 
 class ProgramEngine:
-    """A `RolloutEngine` over vLLM.
+    """A `RolloutEngine` over a program.
 
     Unless `keep_prefixes`, the prefix cache is emptied before rows are opened, so that samples are a function of the
     calls since then and the weights.
@@ -157,21 +157,26 @@ class ProgramEngine:
         *,
         keep_prefixes: bool = False,
         can_sleep: bool = False,
-        adapters: VllmAdapters | None = None,
+        lora: LoraConfig | None = None,
+        shared_memory: str | None = None,
     ) -> None:
-        """Take over a process, whose weights are those of policy version 0; see `open_process`.
+        """Take over a process, whose weights are those of policy version 0; see `infra.engines.program.start`.
 
         Args:
             process: The program's.
             started: What it answered to `start`.
             shapes: The transformers model with the same weight names, on the meta device.
             keep_prefixes: Empty the prefix cache when weights are loaded, not when rows are opened.
-            can_sleep: Whether it was started in vLLM's sleep mode, which its CPU build lacks.
-            adapters: How it gets adapters, which `shapes` then has too; None: its weights have them merged. With
+            can_sleep: Whether it was started so that it can give up its memory.
+            lora: The adapters that it is sent, which `shapes` then has too; None: its weights have them merged. With
                 adapters, it keeps its weights in host memory while it sleeps, instead of dropping them.
+            shared_memory: `runtime.shared_memory`, through which it gets adapters.
+
+        Raises:
+            KeyError: It has answered without something.
         """
-        self._process, self._shapes = process, shapes
-        self._keep_prefixes, self._can_sleep, self._adapters = keep_prefixes, can_sleep, adapters
+        self._process, self._shapes, self._lora, self._shared_memory = process, shapes, lora, shared_memory
+        self._keep_prefixes, self._can_sleep = keep_prefixes, can_sleep
         self.version: int | None = 0
         self.dtype: str = started["dtype"]
         self.max_tokens: int = started["max_model_len"]
@@ -181,8 +186,6 @@ class ProgramEngine:
         self.vocab_size = len(embeddings)
         self.asleep: frozenset[EngineTag] = frozenset()
         self.usage = EngineUsage()
-        if adapters is not None:
-            check_layers(shapes, started["adapted_layers"])
         weights = sum(weight.numel() for weight in shapes.parameters())
         # Of all ranks, awake; of the weights, as many as there are in its dtype.
         self._sizes: PartBytes = {"weights": weights * started["itemsize"], "cache": started["cache_bytes"]}
@@ -243,8 +246,8 @@ class ProgramEngine:
                 if len(taken) < len(bucket.tensors):
                     self._load_base(bucket)
         if adapters:
-            assert self._adapters is not None, "an engine without adapters has no such weights"
-            with self._adapters.saved(adapters) as folder:
+            assert self._lora is not None, "an engine without adapters has no such weights"
+            with _saved(adapters, self._lora, self._shared_memory) as folder:
                 self.call("replace_adapters", {"folder": str(folder), "version": version})
         self.version = version
 
@@ -264,13 +267,13 @@ class ProgramEngine:
             for slot in assign_slots(specs)
             if not is_adapter(slot.spec.name)
         ]
-        with nullcontext(str(bucket.file)) if bucket.file is not None else _shared(specs, bucket.tensors) as path:
+        with shared_tensors(specs, bucket.tensors) if bucket.file is None else nullcontext(str(bucket.file)) as path:
             self.call("load", {"path": path, "num_bytes": flat_bytes(specs), "tensors": tensors})
 
     def sleep(self, tags: Collection[EngineTag]) -> MemoryChange:
-        """Give up memory by vLLM's sleep mode; with the weights, the cache too. See `RolloutEngine.sleep`.
+        """Give up memory; with the weights, the cache too. See `RolloutEngine.sleep`.
 
-        vLLM's CPU build has no sleep mode: there, everything is kept, and reported as such.
+        On a CPU, an engine can't: everything is kept, and reported as such.
         """
         self.check()
         if not self._can_sleep:
@@ -306,7 +309,7 @@ class ProgramEngine:
 
     @property
     def _keeps_weights(self) -> bool:
-        return self._adapters is not None
+        return self._lora is not None
 
     def _change(self, changed: frozenset[EngineTag]) -> MemoryChange:
         moved = changed & {"weights"} if self._keeps_weights else frozenset()
@@ -357,28 +360,24 @@ class ProgramEngine:
 
 
 @contextmanager
-def _shared(specs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Write tensors to memory that other processes of this machine can map, and provide its path during the block.
+def _saved(adapters: Mapping[str, torch.Tensor], lora: LoraConfig, shared_memory: str | None) -> Iterator[Path]:
+    """Write a version's adapters to a folder in the node's memory, in peft's format, and provide it during the block.
 
-    Each bucket has its own: vLLM keeps what it has mapped until a layer has all of its tensors, some of which may be in
-    the next bucket.
+    Args:
+        adapters: All adapters' weights by the policy's names, on the CPU.
+        lora: Their rank and scale.
+        shared_memory: `runtime.shared_memory`.
 
     Raises:
-        WeightsError: No memory is left.
+        WeightsError: No space is left for them.
     """
-    num_bytes = flat_bytes(specs)
-    descriptor = os.memfd_create("weights")  # without a name, it ends with the last process that has it
+    num_bytes = sum(tensor.nbytes for tensor in adapters.values())
+    folder = SharedFolder(choose_root(shared_memory, num_bytes), "adapters")
     try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-        write_tensors(buffer_as_tensor(mmap.mmap(descriptor, num_bytes)), specs, tensors.items())
-        yield f"/proc/{os.getpid()}/fd/{descriptor}"
-    except OSError as error:
-        raise WeightsError(
-            f"no shared memory for a bucket of {num_bytes} bytes of weights: {error.strerror}; lower "
-            "weights.bucket_bytes"
-        ) from None
+        save_adapters(adapters, lora, folder.path)
+        yield folder.path
     finally:
-        os.close(descriptor)
+        folder.remove()
 
 
 def _ids(token_ids: np.ndarray) -> np.ndarray:

