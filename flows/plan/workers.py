@@ -383,19 +383,19 @@ def _reward(config: RunConfig, reward: RewardBytes, placement: Placement) -> Wor
 def _rollout(
     config: RunConfig, footprint: Footprint, model: ModelMemory, cluster: Cluster, placement: Placement
 ) -> WorkerMemory:
-    if is_vllm := isinstance(config.rollout, ProcessRollout):
+    if is_program := isinstance(config.rollout, ProcessRollout):
         parts = _vllm_parts(config, config.rollout, model, cluster, placement)
     else:
         parts = _embedded_parts(config, footprint, model)
     weights, total = parts["weights"], sum(parts.values())
-    # vLLM reserves its memory for good, unless it sleeps between rollouts; the other engine allocates as needed.
-    busy = total if is_vllm and not placement.time_shares_gpus else weights
+    # A program reserves its memory for good, unless it sleeps between rollouts; the other engine allocates as needed.
+    busy = total if is_program and not placement.time_shares_gpus else weights
     idle = 0 if placement.time_shares_gpus else busy
     received = _buckets_on_device(config, model, placement)
     phases = PhaseBytes(
-        load=total if is_vllm else weights, rollout=total, scoring=idle, update=idle, publish=busy + received
+        load=total if is_program else weights, rollout=total, scoring=idle, update=idle, publish=busy + received
     )
-    if is_vllm and placement.is_colocated:  # the engine's process stays, though its memory is given up
+    if is_program and placement.is_colocated:  # the engine's process stays, though its memory is given up
         parts = {**parts, CUDA_CONTEXT: CONTEXT_BYTES}
         phases += PhaseBytes(**dict.fromkeys(PHASES, CONTEXT_BYTES))
     gpus = config.rollout.gpus_per_worker if placement.on_gpus else 1

@@ -18,7 +18,7 @@ from infra.engines.base import EngineModel, Sampling, generate_all
 from infra.engines.open import engine_versions, open_engine
 from infra.engines.program import frames
 from infra.engines.program.engine import ProgramEngine
-from infra.engines.program.process import EngineInstallation
+from infra.engines.program.process import EngineInstallation, StartedEngine
 from infra.engines.program.start import find_program, open_program
 from infra.models.load import build_meta_model, load_model, load_tokenizer
 from schemas.config.model import LoraConfig, ModelConfig
@@ -170,7 +170,9 @@ def test_a_program_that_does_not_say_what_it_is_in_time(monkeypatch: pytest.Monk
     [
         ("die no memory", r"odd 1 can't run the model .* is lost: exit code 3; its last lines:\n  no memory$"),
         ("raise no\nmemory", r"odd 1 can't run the model .* with sequences of 64 tokens: no$"),
-        ("{}", "odd 1 answers start without 'dtype'"),
+        ("{}", r"the engine of .*odd_engine.py answers start with an unfit 'dtype': Field required"),
+        (json.dumps(STARTED | {"dtype": "float16"}), r"an unfit 'dtype': Input should be 'float32' or 'bfloat16'"),
+        (json.dumps(STARTED | {"itemsize": "4"}), r"an unfit 'itemsize': Input should be a valid integer"),
         (
             json.dumps(STARTED | {"adapted_layers": ["model.layers.0.mlp.up"]}),
             "odd has no adapter for .*q_proj of this",
@@ -223,11 +225,23 @@ def assert_lost(
     monkeypatch.setattr(process, "call", lambda name, arguments=None, buffers=(), **options: call(
         name, arguments, [tokens, logprobs] if name == "step" else buffers, **options
     ))  # fmt: skip
-    engine = ProgramEngine(process, STARTED, build_meta_model(ModelConfig(path=str(folder))))
+    engine = ProgramEngine(process, StartedEngine(**STARTED), build_meta_model(ModelConfig(path=str(folder))))
     rows = engine.open_rows(Sampling(4))
     rows.begin([request(PROMPTS[0], 1)])
     with pytest.raises(EngineLostError, match=re.escape(said)):
         rows.step()
+    assert engine.is_lost
+
+
+def test_scores_and_peaks_that_are_none_lose_the_engine(folder: Path) -> None:
+    shapes, started = build_meta_model(ModelConfig(path=str(folder))), StartedEngine(**STARTED)
+    engine = ProgramEngine(open_odd_engine(), started, shapes)  # which answers with the tokens
+    with pytest.raises(EngineLostError, match=r"answered 'score' without the log-probs, float32, of 2 tokens"):
+        engine.score(np.array([1, 2, 3]), 1.0)
+    assert engine.is_lost
+    engine = ProgramEngine(open_odd_engine(peak_memory='{"rss": "much"}'), started, shapes)
+    with pytest.raises(EngineLostError, match=r"with what are no bytes by kind: {'rss': 'much'}"):
+        engine.take_peak_memory()
     assert engine.is_lost
 
 

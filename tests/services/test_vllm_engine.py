@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from infra.engines.base import EngineModel, EngineUsage, Sampling, generate, generate_all
 from infra.engines.open import open_engine
 from infra.engines.program.engine import ProgramEngine
+from infra.engines.program.process import StartedEngine
 from infra.engines.vllm.start import open_vllm
 from infra.models.flat_tensors import tensor_specs
 from infra.models.load import load_model, load_tokenizer
@@ -303,7 +304,7 @@ def test_asleep_it_frees_what_vllm_can_and_says_what_it_keeps(engine: ProgramEng
 def test_in_sleep_mode_it_wakes_by_parts_and_samples_the_same(engine: ProgramEngine, model: PreTrainedModel) -> None:
     """As on CUDA, through the same calls of vLLM, which in its CPU build free nothing."""
     before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
-    started = {"dtype": "float32", "itemsize": 4, "max_model_len": MAX_MODEL_LEN, "processes": [], "cache_bytes": 1}
+    started = StartedEngine(dtype="float32", itemsize=4, max_model_len=MAX_MODEL_LEN, processes=[], cache_bytes=1)
     sleeper = ProgramEngine(engine._process, started, model, can_sleep=True)
     assert sleeper.sleep(("weights", "cache")).freed.keys() == {"weights", "cache"}
     assert sleeper.sleep(("weights", "cache")).freed == {}

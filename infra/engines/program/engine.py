@@ -19,7 +19,7 @@ from infra.engines.base import (
     check_prompts,
     require_awake,
 )
-from infra.engines.program.process import CallFailedError, EngineProcess
+from infra.engines.program.process import CallFailedError, EngineProcess, StartedEngine
 from infra.models.flat_tensors import assign_slots, flat_bytes, shared_tensors, tensor_specs
 from infra.models.load import check_weights
 from infra.models.lora import is_adapter, save_adapters, without_adapter
@@ -120,7 +120,7 @@ class ProgramRows:
 
     def end(self, row: int) -> None:
         """Forget a row whose turn has ended."""
-        del self._lengths[row]
+        del self._lengths[row], self._limits[row]
         self._engine.call("end", {"row": row})
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class ProgramEngine:
     def __init__(
         self,
         process: EngineProcess,
-        started: Mapping[str, Any],
+        started: StartedEngine,
         shapes: PreTrainedModel,
         *,
         keep_prefixes: bool = False,
@@ -171,16 +171,12 @@ class ProgramEngine:
             lora: The adapters that it is sent, which `shapes` then has too; None: its weights have them merged. With
                 adapters, it keeps its weights in host memory while it sleeps, instead of dropping them.
             shared_memory: `runtime.shared_memory`, through which it gets adapters.
-
-        Raises:
-            KeyError: It has answered without something.
         """
         self._process, self._shapes, self._lora, self._shared_memory = process, shapes, lora, shared_memory
         self._keep_prefixes, self._can_sleep = keep_prefixes, can_sleep
         self.version: int | None = 0
-        self.dtype: str = started["dtype"]
-        self.max_tokens: int = started["max_model_len"]
-        self.processes: list[int] = started["processes"]
+        self.dtype: str = started.dtype
+        self.max_tokens, self.processes = started.max_model_len, started.processes
         embeddings = shapes.get_input_embeddings().weight
         assert isinstance(embeddings, torch.Tensor), "a model's input embeddings are a matrix"
         self.vocab_size = len(embeddings)
@@ -188,7 +184,7 @@ class ProgramEngine:
         self.usage = EngineUsage()
         weights = sum(weight.numel() for weight in shapes.parameters())
         # Of all ranks, awake; of the weights, as many as there are in its dtype.
-        self._sizes: PartBytes = {"weights": weights * started["itemsize"], "cache": started["cache_bytes"]}
+        self._sizes: PartBytes = {"weights": weights * started.itemsize, "cache": started.cache_bytes}
 
     @property
     def is_lost(self) -> bool:
@@ -322,8 +318,10 @@ class ProgramEngine:
     def score(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
         """Return the log-probs of given tokens; see `RolloutEngine.score`."""
         self.check()
-        _, (logprobs,) = self.call("score", {"temperature": temperature}, [_ids(token_ids)])
-        return np.frombuffer(logprobs, dtype=np.float32)
+        _, buffers = self.call("score", {"temperature": temperature}, [_ids(token_ids)])
+        if [len(buffer) for buffer in buffers] != [4 * (num_scored := len(token_ids) - 1)]:
+            raise self.lose(f"it answered 'score' without the log-probs, float32, of {num_scored} tokens")
+        return np.frombuffer(buffers[0], dtype=np.float32)
 
     def check(self) -> None:
         """Check that the engine has not lost a process.
@@ -335,7 +333,10 @@ class ProgramEngine:
 
     def take_peak_memory(self) -> dict[str, int]:
         """Return the peak memory of the rank that took most; see `RolloutEngine.take_peak_memory`."""
-        return self.call("peak_memory")[0]
+        peaks, _ = self.call("peak_memory")
+        if not all(type(num_bytes) is int for num_bytes in peaks.values()):
+            raise self.lose(f"it answered 'peak_memory' with what are no bytes by kind: {peaks}")
+        return peaks
 
     def close(self) -> None:
         """End its process; the engine can't generate afterwards."""

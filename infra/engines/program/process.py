@@ -15,9 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+
 from infra.engines.program import frames
 from infra.processes import lifeline
 from infra.processes.isolated import has_died, kill_group, variables_of_another
+from schemas.config.rollout import EngineDtype
 from schemas.errors import ConfigError, EngineLostError
 from schemas.placement import Device
 
@@ -44,7 +47,7 @@ class CallFailedError(Exception):
 
 @dataclass(frozen=True)
 class EngineInstallation:
-    """What an interpreter has, as the program says that it runs.
+    """An engine, as its program describes it.
 
     Attributes:
         engine: The engine's package, or what its program calls it.
@@ -55,6 +58,28 @@ class EngineInstallation:
     engine: str
     device: Device
     version: str
+
+
+class StartedEngine(BaseModel):
+    """What a program answers to `start`.
+
+    Attributes:
+        dtype: The dtype of the weights.
+        itemsize: Bytes of a weight.
+        max_model_len: The most tokens of a row.
+        cache_bytes: Bytes of the KV cache, of all ranks.
+        processes: The ids of the ranks' processes.
+        adapted_layers: The names of the layers that have a place for adapters.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    dtype: EngineDtype
+    itemsize: PositiveInt
+    max_model_len: PositiveInt
+    cache_bytes: NonNegativeInt
+    processes: list[int]
+    adapted_layers: list[str] = []
 
 
 class EngineProcess:
@@ -121,6 +146,28 @@ class EngineProcess:
                 f"the engine of {self._program} computes on {found.device!r}; expected {' or '.join(devices)}"
             )
         return found
+
+    def start(self, arguments: Mapping[str, Any], *, eager: bool) -> StartedEngine:
+        """Have the program load a model, which may take any time.
+
+        Args:
+            arguments: The model, and how to run it.
+            eager: Whether nothing is to be compiled.
+
+        Raises:
+            CallFailedError: It can't.
+            ConfigError: Its answer is none to `start`.
+            EngineLostError: It has ended.
+        """
+        said, _ = self.call("start", {"engine": arguments, "eager": eager}, is_limited=False)
+        try:
+            return StartedEngine.model_validate(said)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise ConfigError(
+                f"the engine of {self._program} answers start with an unfit {key!r}: {first['msg']}"
+            ) from None
 
     @property
     def is_lost(self) -> bool:

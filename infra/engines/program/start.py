@@ -124,21 +124,18 @@ def start_engine(
             if (lora := of.config.published_lora) is not None:
                 add_adapter(shapes, lora)
                 arguments |= _adapter_arguments(shapes)
-            started, _ = process.call("start", {"engine": arguments, "eager": eager}, is_limited=False)
-            try:
-                engine = ProgramEngine(
-                    process,
-                    started,
-                    shapes,
-                    keep_prefixes=rollout.prefix_cache == "version",
-                    can_sleep=can_sleep,
-                    lora=lora,
-                    shared_memory=of.shared_memory,
-                )
-                if lora is not None:
-                    _check_layers(shapes, started["adapted_layers"], process.name)
-            except KeyError as error:
-                raise ConfigError(f"{found.engine} {found.version} answers start without {error}") from None
+            started = process.start(arguments, eager=eager)
+            if lora is not None:
+                _check_layers(shapes, started.adapted_layers, process.name)
+            engine = ProgramEngine(
+                process,
+                started,
+                shapes,
+                keep_prefixes=rollout.prefix_cache == "version",
+                can_sleep=can_sleep,
+                lora=lora,
+                shared_memory=of.shared_memory,
+            )
             # Only in the first step does vLLM find out what its kernels don't support, and finish its preparations.
             generate_all(engine, [GenerationRequest(np.zeros(1, dtype=np.int64), (0,))], Sampling(1))
     except (CallFailedError, EngineLostError) as error:  # the engine's rejections
