@@ -233,6 +233,14 @@ def assert_lost(
     assert engine.is_lost
 
 
+def test_a_program_that_forgets_a_row_is_not_asked_for_it_for_ever(folder: Path) -> None:
+    process = open_odd_engine(step='{"rows": [], "running": 0, "waiting": 0, "cache": 0.0}')
+    engine = ProgramEngine(process, StartedEngine(**STARTED), build_meta_model(ModelConfig(path=str(folder))))
+    with pytest.raises(EngineLostError, match=r"no turn of a row: no row runs or waits, but turns have not ended: 2"):
+        generate_all(engine, [request(PROMPTS[0], 1, 2)], Sampling(4))
+    assert engine.is_lost
+
+
 def test_scores_and_peaks_that_are_none_lose_the_engine(folder: Path) -> None:
     shapes, started = build_meta_model(ModelConfig(path=str(folder))), StartedEngine(**STARTED)
     engine = ProgramEngine(open_odd_engine(), started, shapes)  # which answers with the tokens

@@ -90,7 +90,7 @@ class ProgramRows:
         Raises:
             KeyError: Something is missing, or a row is not one whose turn had not ended.
             TypeError: Something has another type.
-            ValueError: Tokens and log-probs don't match, or aren't a turn's.
+            ValueError: Tokens and log-probs don't match, or aren't a turn's; or a row is forgotten.
         """
         if running := result["running"]:
             self._engine.usage.add(running, result["waiting"], result["cache"])
@@ -116,6 +116,8 @@ class ProgramRows:
             self._lengths[row] += len(sampled.token_ids)
             self._engine.usage.prefilled += prefilled
             found.append((row, sampled))
+        if self._pending and not (found or running or result["waiting"]):  # it would be asked again without end
+            raise ValueError(f"no row runs or waits, but turns have not ended: {len(self._pending)}")
         return found
 
     def end(self, row: int) -> None:
