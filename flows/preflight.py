@@ -17,9 +17,9 @@ from infra.datasets.prompts import check_prompts
 from infra.datasets.sft import SftDataset, check_rows, load_rows, load_train_rows
 from infra.datasets.teacher_prompts import TeacherPrompts
 from infra.engines.families import check_family, check_scoring
-from infra.engines.vllm.adapters import check_adapters
-from infra.engines.vllm.installation import find_engine
-from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
+from infra.engines.open import find_engine
+from infra.engines.sizes import cache_bytes_per_sequence, check_tensor_parallel
+from infra.engines.vllm.start import check_adapters
 from infra.environments.open import check_environments, check_tools
 from infra.history.reuse import check_source
 from infra.models.load import (
@@ -87,7 +87,8 @@ def _check_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, run
     stop_token_ids(config.model, tokenizer)
     if isinstance(config.rollout, VllmRollout | ProgramRollout):
         check_tensor_parallel(config.model, config.rollout)
-        check_adapters(config.model)
+        if isinstance(config.rollout, VllmRollout):
+            check_adapters(config.model)
         if runs_here:
             check_engine(config, config.rollout)
     check_reward(config.reward)

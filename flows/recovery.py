@@ -6,7 +6,7 @@ from contextlib import suppress
 from datetime import date
 from itertools import chain
 
-from infra.engines.vllm.installation import engine_versions
+from infra.engines.open import engine_versions
 from infra.storage.identity import identity_of, owns_place
 from infra.storage.runs import RunDirectory, installed_versions, resumed_config
 from infra.stores.open import close_store, start_store

@@ -22,7 +22,8 @@ from rich.console import Group
 from benchmarks.command import Benchmark, Report, choose, option, table
 from benchmarks.gpu.check import Check, all_checks, result_path
 from benchmarks.gpu.results import CheckResult, Settings
-from infra.engines.vllm.installation import engine_versions, find_vllm
+from infra.engines.open import engine_versions
+from infra.engines.vllm.installation import find_vllm
 from infra.services.local import LocalServices
 from schemas.config.rollout import VllmRollout
 from schemas.errors import ConfigError

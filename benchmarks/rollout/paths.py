@@ -10,9 +10,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.rollout.workload import Workload
-from infra.engines.base import generate_all
+from infra.engines.base import EngineModel, generate_all
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.vllm.start import open_process
+from infra.engines.vllm.start import open_vllm
 from infra.models.load import load_model
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
@@ -124,7 +124,7 @@ class Vllm(RolloutPath):
 
     def __init__(self, folder: FilePath, max_tokens: int, max_rows: int, python: str | None) -> None:
         rollout = VllmRollout(python=python, cache_bytes=CACHE_BYTES, max_num_seqs=max_rows)
-        self._engine = open_process(ModelConfig(path=str(folder)), rollout, max_tokens)
+        self._engine = open_vllm(rollout, EngineModel(ModelConfig(path=str(folder)), max_tokens))
 
     def generate(self, workload: Workload, repetition: int) -> list[Response]:
         generations = generate_all(self._engine, workload.requests(repetition), workload.sampling)

@@ -21,7 +21,7 @@ from benchmarks.command import Benchmark, Report, choose, option, table
 from benchmarks.models import size_of
 from benchmarks.rollout.paths import PATHS, Response, RolloutPath, plain_logprobs
 from benchmarks.rollout.workload import EQUAL, VARIED, Workload, make_workload
-from infra.engines.vllm.installation import engine_versions
+from infra.engines.open import engine_versions
 from infra.models.load import load_model
 from infra.models.tiny import make_model
 from schemas.config.model import ModelConfig

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from flows.plan.footprint import Footprint
 from infra.engines.embedded.cache import cache_bytes_per_token
-from infra.engines.vllm.adapters import allocated_rank
-from infra.engines.vllm.sizes import tensor_parallel_sizes
+from infra.engines.sizes import tensor_parallel_sizes
+from infra.engines.vllm.start import allocated_rank
 from infra.models.load import build_meta_model, enable_gradient_checkpointing, max_positions
 from infra.models.lora import add_adapter, is_adapter
 from infra.workers.layout import Role, decide_device, num_workers, spread_over_gpus
@@ -33,7 +33,7 @@ from rl_core.planning.memory import (
 from rl_core.rewards.model import build_meta_reward_model
 from schemas.base import Frozen
 from schemas.config.reward import ModelReward, reward_models
-from schemas.config.rollout import ProcessRollout
+from schemas.config.rollout import ProcessRollout, VllmRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.placement import Device
@@ -194,7 +194,7 @@ class ModelMemory:
             add_adapter(base, lora)
         if lora is not None and config.model.publishes_adapters:
             adapters = sum(FLOAT_BYTES * weight.numel() for name, weight in base.named_parameters() if is_adapter(name))
-            is_vllm = isinstance(config.rollout, ProcessRollout)
+            is_vllm = isinstance(config.rollout, VllmRollout)
             whole += adapters * (allocated_rank(lora.rank) if is_vllm else lora.rank) // lora.rank
         tokens = footprint.micro_tokens
         if half:
@@ -383,19 +383,19 @@ def _reward(config: RunConfig, reward: RewardBytes, placement: Placement) -> Wor
 def _rollout(
     config: RunConfig, footprint: Footprint, model: ModelMemory, cluster: Cluster, placement: Placement
 ) -> WorkerMemory:
-    if is_vllm := isinstance(config.rollout, ProcessRollout):
+    if is_program := isinstance(config.rollout, ProcessRollout):
         parts = _vllm_parts(config, config.rollout, model, cluster, placement)
     else:
         parts = _embedded_parts(config, footprint, model)
     weights, total = parts["weights"], sum(parts.values())
-    # vLLM reserves its memory for good, unless it sleeps between rollouts; the other engine allocates as needed.
-    busy = total if is_vllm and not placement.time_shares_gpus else weights
+    # A program reserves its memory for good, unless it sleeps between rollouts; the other engine allocates as needed.
+    busy = total if is_program and not placement.time_shares_gpus else weights
     idle = 0 if placement.time_shares_gpus else busy
     received = _buckets_on_device(config, model, placement)
     phases = PhaseBytes(
-        load=total if is_vllm else weights, rollout=total, scoring=idle, update=idle, publish=busy + received
+        load=total if is_program else weights, rollout=total, scoring=idle, update=idle, publish=busy + received
     )
-    if is_vllm and placement.is_colocated:  # the engine's process stays, though its memory is given up
+    if is_program and placement.is_colocated:  # the engine's process stays, though its memory is given up
         parts = {**parts, CUDA_CONTEXT: CONTEXT_BYTES}
         phases += PhaseBytes(**dict.fromkeys(PHASES, CONTEXT_BYTES))
     gpus = config.rollout.gpus_per_worker if placement.on_gpus else 1

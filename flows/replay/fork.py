@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flows.replay.session import write_version
 from infra.checkpoints import open_checkpoints
-from infra.engines.vllm.installation import engine_versions
+from infra.engines.open import engine_versions
 from infra.history.past import link_past
 from infra.history.past_weights import History, Start
 from infra.history.reuse import check_parent

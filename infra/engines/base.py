@@ -1,11 +1,13 @@
 """The protocol of rollout engines, and what they take and return. Imports no torch."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from schemas.config.model import ModelConfig
 from schemas.errors import VersionError, WeightsError
 from schemas.metrics import Max, Mean, Metrics, Sum
 from schemas.placement import EngineTag, MemoryChange
@@ -15,10 +17,32 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    from transformers import PreTrainedTokenizerBase
 
     from schemas.weights import TensorSpec
-from collections.abc import Iterator
-from contextlib import closing
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """The model that an engine runs.
+
+    Attributes:
+        config: The model.
+        max_tokens: The most tokens of a prompt plus its response.
+        tokenizer: Its tokenizer, by which the embedded engine finds stop strings; a program loads it itself.
+        is_colocated: Whether the engine shares its GPU.
+        sleeps: Whether it gives up its memory while others need it; only on CUDA can it.
+        shared_memory: `runtime.shared_memory`, through which a program gets adapters.
+        answer_seconds: How long a program may take to answer, but for its start (`timeouts.engine_seconds`).
+    """
+
+    config: ModelConfig
+    max_tokens: int
+    tokenizer: "PreTrainedTokenizerBase | None" = None
+    is_colocated: bool = False
+    sleeps: bool = False
+    shared_memory: str | None = None
+    answer_seconds: float = 600.0
 
 
 @dataclass

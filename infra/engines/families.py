@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from infra.engines.base import GenerationRequest, Sampling, generate_all
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.vllm.sizes import max_model_len
+from infra.engines.sizes import max_model_len
 from rl_core.model_folder import load_config
 from rl_core.scoring import Structure, check_structure
 from rl_core.scoring.comparison import one_line_errors, score_alone

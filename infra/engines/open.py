@@ -1,43 +1,20 @@
-"""Start the engine of a config."""
-
-from dataclasses import dataclass
+"""Start the engine of a config, or find out which one it has."""
 
 from transformers import PreTrainedTokenizerBase
 
-from infra.engines.base import RolloutEngine
+from infra.engines.base import EngineModel, RolloutEngine
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.vllm.sizes import max_model_len
-from infra.engines.vllm.start import open_process
+from infra.engines.program.process import EngineInstallation
+from infra.engines.program.start import find_program, open_program
+from infra.engines.sizes import max_model_len
+from infra.engines.vllm.installation import find_vllm
+from infra.engines.vllm.start import open_vllm
 from infra.models.load import load_model
 from infra.models.lora import add_adapter
 from infra.ray.device import choose_device
 from rl_core.registry import Registry, entry
-from schemas.config.model import ModelConfig
 from schemas.config.rollout import ProgramRollout, RolloutConfig, TransformersRollout, VllmRollout
 from schemas.config.run import RunConfig
-
-
-@dataclass(frozen=True)
-class EngineModel:
-    """The model that an engine runs.
-
-    Attributes:
-        config: The model.
-        tokenizer: Its tokenizer, used to find stop strings.
-        max_tokens: The most tokens of a prompt plus its response.
-        is_colocated: Whether the engine shares its GPU.
-        sleeps: Whether it gives up its memory while others need it.
-        shared_memory: `runtime.shared_memory`, through which vLLM gets adapters.
-        answer_seconds: How long an engine's process may take to answer.
-    """
-
-    config: ModelConfig
-    tokenizer: PreTrainedTokenizerBase
-    max_tokens: int
-    is_colocated: bool = False
-    sleeps: bool = False
-    shared_memory: str | None = None
-    answer_seconds: float = 600.0
 
 
 def open_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
@@ -52,8 +29,8 @@ def open_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Rollou
     """
     model = EngineModel(
         config.model,
-        tokenizer,
         max_model_len(config),
+        tokenizer,
         is_colocated=config.runtime.placement == "colocated",
         sleeps=config.time_shares_gpus,
         shared_memory=config.runtime.shared_memory,
@@ -62,10 +39,29 @@ def open_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Rollou
     return OPENERS(config.rollout, model)
 
 
-def _open_transformers(rollout: TransformersRollout, of: EngineModel) -> RolloutEngine:
+def find_engine(rollout: VllmRollout | ProgramRollout) -> EngineInstallation:
+    """Return the engine of a run that is a program.
+
+    Raises:
+        ConfigError: See `find_vllm` and `find_program`.
+    """
+    if isinstance(rollout, VllmRollout):
+        return find_vllm(rollout.python)
+    return find_program(rollout.program, rollout.python)
+
+
+def engine_versions(rollout: RolloutConfig) -> dict[str, str]:
+    """Return the version of a run's engine by its package, if that is not among this environment's."""
+    if isinstance(rollout, TransformersRollout) or (isinstance(rollout, VllmRollout) and rollout.python is None):
+        return {}
+    found = find_engine(rollout)
+    return {found.engine: found.version}
+
+
+def _open_transformers(rollout: TransformersRollout, of: EngineModel) -> TransformersEngine:
     model = load_model(of.config)
-    if of.config.lora is not None and of.config.publishes_adapters:
-        add_adapter(model, of.config.lora)
+    if (lora := of.config.published_lora) is not None:
+        add_adapter(model, lora)
         model.requires_grad_(False)
     model.to(choose_device())  # type: ignore[arg-type]  # its decorator hides that a device is accepted
     return TransformersEngine(
@@ -77,23 +73,11 @@ def _open_transformers(rollout: TransformersRollout, of: EngineModel) -> Rollout
     )
 
 
-def _open_process(rollout: VllmRollout | ProgramRollout, of: EngineModel) -> RolloutEngine:
-    return open_process(
-        of.config,
-        rollout,
-        of.max_tokens,
-        is_colocated=of.is_colocated,
-        sleeps=of.sleeps,
-        shared_memory=of.shared_memory,
-        answer_seconds=of.answer_seconds,
-    )
-
-
-OPENERS = Registry(
+OPENERS: Registry[[EngineModel], RolloutEngine] = Registry(
     "infra.engines.open.OPENERS",
     RolloutConfig,
     entry(TransformersRollout, _open_transformers),
-    entry(VllmRollout, _open_process),
-    entry(ProgramRollout, _open_process),
+    entry(VllmRollout, open_vllm),
+    entry(ProgramRollout, open_program),
 )
 """Starters of engines: (settings, model) -> engine."""

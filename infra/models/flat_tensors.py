@@ -4,8 +4,11 @@ Nothing here makes a second copy of the whole: tensors are written to the buffer
 """
 
 import math
+import mmap
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +117,31 @@ def buffer_as_tensor(memory: Any) -> Tensor:
     with warnings.catch_warnings():  # torch has no read-only tensors, and warns each time
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         return torch.frombuffer(memoryview(memory), dtype=torch.uint8)
+
+
+@contextmanager
+def shared_tensors(specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Write tensors to memory that other processes of this machine can map, and provide its path during the block.
+
+    Each call has memory of its own, which stays as long as anyone maps it: vLLM keeps a bucket until a layer has all of
+    its tensors, some of which may be in the next one.
+
+    Raises:
+        WeightsError: No memory is left.
+    """
+    num_bytes = flat_bytes(specs)
+    descriptor = os.memfd_create("weights")  # without a name, it ends with the last process that has it
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        write_tensors(buffer_as_tensor(mmap.mmap(descriptor, num_bytes)), specs, tensors.items())
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    except OSError as error:
+        raise WeightsError(
+            f"no shared memory for a bucket of {num_bytes} bytes of weights: {error.strerror}; lower "
+            "weights.bucket_bytes"
+        ) from None
+    finally:
+        os.close(descriptor)
 
 
 def _padded(num_bytes: int) -> int:

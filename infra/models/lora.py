@@ -5,14 +5,17 @@ model. An adapted layer computes W x + (alpha / rank) B A x; its own weight is t
 the adapter's weights `<layer>.lora_A.default.weight` and `<layer>.lora_B.default.weight`.
 """
 
+import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -68,7 +71,7 @@ def _inject(model: PreTrainedModel, config: LoraConfig, names: Sequence[str], *,
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"model.lora: peft can't adapt a layer of {type(model).__name__}: {describe(error)}; name others in "
-            f"model.lora.target_modules, of {', '.join(part for part in _last_parts(names) if part not in str(error))}"
+            f"model.lora.target_modules, of {', '.join(part for part in last_parts(names) if part not in str(error))}"
         ) from error
     if set(adapted_layers(model)) != set(names):
         raise ConfigError(
@@ -140,6 +143,24 @@ def published_weights(model: nn.Module, *, as_adapters: bool) -> dict[str, Tenso
     if not as_adapters:
         return merged_weights(model)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def save_adapters(adapters: Mapping[str, Tensor], config: LoraConfig, folder: Path) -> None:
+    """Write adapters in peft's format.
+
+    Args:
+        adapters: All adapters' weights by the policy's names, on the CPU.
+        config: Their rank and scale.
+        folder: A folder that is there.
+
+    Raises:
+        OSError: Its file system has no space.
+    """
+    targets = last_parts({name.partition(".lora_")[0] for name in adapters})
+    settings = {"peft_type": "LORA", "r": config.rank, "lora_alpha": config.alpha, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    named = {f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}": tensor for name, tensor in adapters.items()}
+    save_file(named, folder / "adapter_model.safetensors")
 
 
 def trainable_names(model: nn.Module) -> list[str]:
@@ -219,12 +240,12 @@ def _target_layers(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]
             reason = "is the LM head" if is_head else "is not a linear layer"
             raise ConfigError(
                 f"model.lora.target_modules: {target!r} {reason} of {type(model).__name__}; "
-                f"choose from {', '.join(_last_parts(body))}"
+                f"choose from {', '.join(last_parts(body))}"
             )
     if not body:
         raise ConfigError(f"model.lora: {type(model).__name__} has no linear layers to adapt; leave model.lora out")
     chosen = [name for name in body if not wanted or any(_is_named(name, target) for target in wanted)]
-    _check_shared(model, [linear[name] for name in chosen], chosen, _last_parts(body))
+    _check_shared(model, [linear[name] for name in chosen], chosen, last_parts(body))
     return chosen
 
 
@@ -236,7 +257,7 @@ def _check_shared(model: PreTrainedModel, layers: Sequence[nn.Module], names: Se
     """
     weights = [id(layer.weight) for layer in layers]
     if shared := set(
-        _last_parts(name for name, weight in zip(names, weights, strict=True) if weights.count(weight) > 1)
+        last_parts(name for name, weight in zip(names, weights, strict=True) if weights.count(weight) > 1)
     ):
         others = [part for part in body if part not in shared]
         advice = f"name others in model.lora.target_modules, of {', '.join(others)}" if others else "leave it out"
@@ -262,7 +283,8 @@ def _is_linear(kind: type[nn.Module]) -> bool:
             return False
 
 
-def _last_parts(names: Iterable[str]) -> list[str]:
+def last_parts(names: Iterable[str]) -> list[str]:
+    """Return the last parts of layers' names, such as q_proj, sorted."""
     return sorted({name.rsplit(".", 1)[-1] for name in names})
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from infra.engines.base import RolloutEngine
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.vllm.sizes import max_model_len
+from infra.engines.sizes import max_model_len
 from infra.models.load import num_embeddings
 from infra.ray.actors import actor_name
 from rl_core.scoring import pack_row

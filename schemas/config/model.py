@@ -39,9 +39,14 @@ class ModelConfig(FrozenConfig):
     """Low-rank adapters; None: all weights are trained."""
 
     @property
+    def published_lora(self) -> LoraConfig | None:
+        """The adapters that engines compute with as such, and are sent alone; None: theirs are merged."""
+        return self.lora if self.lora is not None and self.lora.publish == "adapters" else None
+
+    @property
     def publishes_adapters(self) -> bool:
-        """Whether engines compute with the adapters as such, and are sent only those."""
-        return self.lora is not None and self.lora.publish == "adapters"
+        """Whether engines are sent adapters."""
+        return self.published_lora is not None
 
     def dtype_on(self, device: str) -> Literal["float32", "bfloat16"]:
         """Return the compute dtype on a kind of device, `cpu` or `cuda`."""

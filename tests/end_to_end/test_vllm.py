@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.engines.vllm.installation import variables_of
+from infra.engines.program.process import variables_of
 from tests.support.engine_checks import ENGINE_PYTHON, NEEDS_VLLM
 from tests.support.tiny import make_tiny_model
 from tests.support.workplace import Workplace

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from infra.engines.base import RolloutEngine, Sampling, WeightsBucket, generate_all
 from infra.engines.open import open_engine
-from infra.engines.vllm.adapters import check_adapters
+from infra.engines.vllm.start import check_adapters
 from infra.models.flat_tensors import tensor_specs
 from infra.models.load import load_tokenizer
 from infra.models.lora import is_adapter, merged_weights, published_weights

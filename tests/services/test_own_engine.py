@@ -1,6 +1,7 @@
 """An engine of one's own: the program of `examples/own_engine` passes the checks of every engine, and a run trains."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -13,13 +14,14 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from flows.preflight import check_engine
-from infra.engines.base import Sampling, generate_all
-from infra.engines.open import open_engine
+from infra.engines.base import EngineModel, Sampling, generate_all
+from infra.engines.open import engine_versions, open_engine
 from infra.engines.program import frames
-from infra.engines.vllm.engine import VllmEngine
-from infra.engines.vllm.installation import EngineInstallation, engine_versions, find_program
+from infra.engines.program.engine import ProgramEngine
+from infra.engines.program.process import EngineInstallation, StartedEngine
+from infra.engines.program.start import find_program, open_program
 from infra.models.load import build_meta_model, load_model, load_tokenizer
-from schemas.config.model import ModelConfig
+from schemas.config.model import LoraConfig, ModelConfig
 from schemas.config.rollout import ProgramRollout
 from schemas.errors import ConfigError, EngineLostError
 from tests.support.configs import run_config
@@ -32,17 +34,19 @@ from tests.support.engine_checks import (
     assert_requests_have_limits_of_their_own,
     assert_stop_tokens_end_responses,
     assert_turns_are_exact,
+    counting_python,
     greedy,
     plain_logprobs,
     request,
+    starts_of,
 )
-from tests.support.odd_engine import BEHAVIOUR, open_odd_engine
+from tests.support.odd_engine import BEHAVIOUR, ODD, open_odd_engine
 from tests.support.tiny import make_tiny_model
 from tests.support.weight_tensors import load_state
 from tests.support.workplace import Workplace
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "own_engine" / "engine.py"
-ODD = str(Path(__file__).parents[1] / "support" / "odd_engine.py")
+STARTED = {"dtype": "float32", "max_model_len": 64, "processes": [], "itemsize": 4, "cache_bytes": 0}
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +55,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[VllmEngine]:
-    rollout = {"kind": "program", "program": str(PROGRAM), "python": sys.executable, "max_response_tokens": 50}
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return counting_python(tmp_path_factory.mktemp("python"), sys.executable)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, python: str) -> Iterator[ProgramEngine]:
+    rollout = {"kind": "program", "program": str(PROGRAM), "python": python, "max_response_tokens": 50}
     data = {"max_prompt_tokens": MAX_MODEL_LEN - 50}
     config = run_config(model={"path": str(folder)}, data=data, rollout=rollout)
     engine = open_engine(config, load_tokenizer(config.model))
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ProgramEngine)
     yield engine
     engine.close()
     assert not psutil.pid_exists(engine.processes[0])
@@ -67,7 +76,11 @@ def model(folder: Path) -> PreTrainedModel:
     return load_model(ModelConfig(path=str(folder)))
 
 
-def test_samples_have_the_log_probs_of_one_forward(engine: VllmEngine, model: PreTrainedModel) -> None:
+def test_it_is_started_once(engine: ProgramEngine, python: str) -> None:
+    assert starts_of(python) == [os.getpid()]
+
+
+def test_samples_have_the_log_probs_of_one_forward(engine: ProgramEngine, model: PreTrainedModel) -> None:
     for prompt, generation in zip(
         PROMPTS, generate_all(engine, [request(prompt, 0) for prompt in PROMPTS], Sampling(9, 0)), strict=True
     ):
@@ -77,21 +90,21 @@ def test_samples_have_the_log_probs_of_one_forward(engine: VllmEngine, model: Pr
         assert_logprobs(generation, plain_logprobs(model, PROMPTS[row // 2], generation.token_ids, 0.7), 2e-5)
 
 
-def test_a_sample_is_its_seed_s(engine: VllmEngine) -> None:
+def test_a_sample_is_its_seed_s(engine: ProgramEngine) -> None:
     requests = [request(prompt, 1, 2**64 - 1, 2**63) for prompt in PROMPTS]
     first = generate_all(engine, requests, Sampling(12))
     assert_identical(generate_all(engine, requests, Sampling(12)), first)
     assert_identical(generate_all(engine, [request(PROMPTS[2], 2**63)], Sampling(12)), first[-1:])
 
 
-def test_rows_end_and_go_on_as_those_of_every_engine(engine: VllmEngine, model: PreTrainedModel) -> None:
+def test_rows_end_and_go_on_as_those_of_every_engine(engine: ProgramEngine, model: PreTrainedModel) -> None:
     assert_stop_tokens_end_responses(engine, PROMPTS[0])
     assert_requests_have_limits_of_their_own(engine, model)
     assert assert_turns_are_exact(engine, model, joins=True)
     assert_degenerate_requests_work(engine, PROMPTS[0])
 
 
-def test_it_takes_new_weights(engine: VllmEngine, tmp_path: Path) -> None:
+def test_it_takes_new_weights(engine: ProgramEngine, tmp_path: Path) -> None:
     other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1))))
     load_state(engine, load_file(tmp_path / "model.safetensors"), version=3)
     (generation,) = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(9))
@@ -110,18 +123,21 @@ def test_its_last_words_are_in_the_error(folder: Path) -> None:
 
 
 def test_a_run_trains_with_it_and_outlives_its_program(workplace: Workplace) -> None:
-    run = workplace.run("own")
-    settings = ("rollout.kind=program", f"rollout.program={PROGRAM}", f"rollout.python={sys.executable}", "steps=10000")
+    run, python = workplace.run("own"), counting_python(workplace.folder, sys.executable)
+    settings = ("rollout.kind=program", f"rollout.program={PROGRAM}", f"rollout.python={python}", "steps=10000")
     driver = workplace.start("train", "tiny.toml", "--run-id", run.run_id, "runtime.max_restarts=0", *settings)
     driver.wait_standing(lambda: run.num_done > 0)
     killed_at = run.num_done
-    children = [child for worker in workplace.find_workers("RolloutWorker") for child in worker.children()]
-    (program,) = [child for child in children if str(PROGRAM) in child.cmdline()]
+    (worker,) = workplace.find_workers("RolloutWorker")
+    (program,) = [child for child in worker.children() if str(PROGRAM) in child.cmdline()]
     program.kill()
     driver.resume()
     driver.wait_for(lambda: run.num_done > killed_at + 1)
     driver.terminate()
     assert f"plain's process {program.pid} is lost: signal 9 (Killed)" in driver.finish(143)
+    starts = starts_of(python)
+    assert worker.pid in starts
+    assert len(starts) == len({*starts}) == 3  # the driver's check, the worker and its successor
     assert all(0 <= step["mismatch/max"] < 1e-4 for step in run.step_metrics())  # sampler and trainer agree
 
 
@@ -138,7 +154,40 @@ def test_a_program_that_is_no_engine(monkeypatch: pytest.MonkeyPatch, hello: str
     monkeypatch.setenv(BEHAVIOUR, json.dumps({"hello": hello}))
     find_program.cache_clear()
     with pytest.raises(ConfigError, match=re.escape(said)):
-        find_program(ODD, None)
+        find_program(str(ODD), None)
+
+
+def test_a_program_that_does_not_say_what_it_is_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BEHAVIOUR, json.dumps({"hello": "hang"}))
+    monkeypatch.setattr("infra.engines.program.process.LOOK_SECONDS", 0.5)
+    find_program.cache_clear()
+    with pytest.raises(ConfigError, match=r"killed: it has not answered 'hello' within 0.5 s$"):
+        find_program(str(ODD), None)
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ("die no memory", r"odd 1 can't run the model .* is lost: exit code 3; its last lines:\n  no memory$"),
+        ("raise no\nmemory", r"odd 1 can't run the model .* with sequences of 64 tokens: no$"),
+        ("{}", r"the engine of .*odd_engine.py answers start with an unfit 'dtype': Field required"),
+        (json.dumps(STARTED | {"dtype": "float16"}), r"an unfit 'dtype': Input should be 'float32' or 'bfloat16'"),
+        (json.dumps(STARTED | {"itemsize": "4"}), r"an unfit 'itemsize': Input should be a valid integer"),
+        (
+            json.dumps(STARTED | {"adapted_layers": ["model.layers.0.mlp.up"]}),
+            "odd has no adapter for .*q_proj of this",
+        ),
+    ],
+)
+def test_a_program_that_cannot_run_the_model_is_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, start: str, said: str
+) -> None:
+    hello = '{"protocol": 1, "engine": "odd", "version": "1", "device": "cpu"}'
+    monkeypatch.setenv(BEHAVIOUR, json.dumps({"hello": hello, "start": start}))
+    model = ModelConfig(path=str(folder), lora=LoraConfig(rank=600, publish="adapters"))  # more than vLLM can
+    with pytest.raises(ConfigError, match=said):
+        open_program(ProgramRollout(program=str(ODD)), EngineModel(model, max_tokens=64))
+    assert not [child for child in psutil.Process().children() if str(ODD) in child.cmdline()]
 
 
 @pytest.mark.parametrize(
@@ -176,12 +225,31 @@ def assert_lost(
     monkeypatch.setattr(process, "call", lambda name, arguments=None, buffers=(), **options: call(
         name, arguments, [tokens, logprobs] if name == "step" else buffers, **options
     ))  # fmt: skip
-    started = {"dtype": "float32", "max_model_len": 64, "processes": [process.pid], "itemsize": 4, "cache_bytes": 0}
-    engine = VllmEngine(process, started, build_meta_model(ModelConfig(path=str(folder))))
+    engine = ProgramEngine(process, StartedEngine(**STARTED), build_meta_model(ModelConfig(path=str(folder))))
     rows = engine.open_rows(Sampling(4))
     rows.begin([request(PROMPTS[0], 1)])
     with pytest.raises(EngineLostError, match=re.escape(said)):
         rows.step()
+    assert engine.is_lost
+
+
+def test_a_program_that_forgets_a_row_is_not_asked_for_it_for_ever(folder: Path) -> None:
+    process = open_odd_engine(step='{"rows": [], "running": 0, "waiting": 0, "cache": 0.0}')
+    engine = ProgramEngine(process, StartedEngine(**STARTED), build_meta_model(ModelConfig(path=str(folder))))
+    with pytest.raises(EngineLostError, match=r"no turn of a row: no row runs or waits, but turns have not ended: 2"):
+        generate_all(engine, [request(PROMPTS[0], 1, 2)], Sampling(4))
+    assert engine.is_lost
+
+
+def test_scores_and_peaks_that_are_none_lose_the_engine(folder: Path) -> None:
+    shapes, started = build_meta_model(ModelConfig(path=str(folder))), StartedEngine(**STARTED)
+    engine = ProgramEngine(open_odd_engine(), started, shapes)  # which answers with the tokens
+    with pytest.raises(EngineLostError, match=r"answered 'score' without the log-probs, float32, of 2 tokens"):
+        engine.score(np.array([1, 2, 3]), 1.0)
+    assert engine.is_lost
+    engine = ProgramEngine(open_odd_engine(peak_memory='{"rss": "much"}'), started, shapes)
+    with pytest.raises(EngineLostError, match=r"with what are no bytes by kind: {'rss': 'much'}"):
+        engine.take_peak_memory()
     assert engine.is_lost
 
 
@@ -202,9 +270,7 @@ def test_a_missing_program_or_interpreter_and_another_device(folder: Path, tmp_p
         find_program(str(PROGRAM), str(tmp_path / "none"))
     rollout = ProgramRollout(program=str(PROGRAM))
     assert engine_versions(rollout).keys() == {"plain"}
-    assert find_program(str(PROGRAM), None) == EngineInstallation(
-        sys.executable, "plain", "cpu", engine_versions(rollout)["plain"]
-    )
+    assert find_program(str(PROGRAM), None) == EngineInstallation("plain", "cpu", engine_versions(rollout)["plain"])
     config = run_config(model={"path": str(folder)}, rollout=rollout.model_dump(), runtime={"device": "cuda"})
     with pytest.raises(ConfigError, match=r"runtime.device = 'cuda', but plain of rollout.program .* computes on cpu"):
         check_engine(config, rollout)

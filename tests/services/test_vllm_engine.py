@@ -1,6 +1,7 @@
 """The vLLM engine against the transformers model of the same weights: its samples, log-probs and weights."""
 
 import copy
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from infra.engines.base import EngineUsage, Sampling, generate, generate_all
+from infra.engines.base import EngineModel, EngineUsage, Sampling, generate, generate_all
 from infra.engines.open import open_engine
-from infra.engines.vllm.engine import VllmEngine
-from infra.engines.vllm.start import open_process
+from infra.engines.program.engine import ProgramEngine
+from infra.engines.program.process import StartedEngine
+from infra.engines.vllm.start import open_vllm
 from infra.models.flat_tensors import tensor_specs
 from infra.models.load import load_model, load_tokenizer
 from infra.weights.probe import check_probe
@@ -36,9 +38,11 @@ from tests.support.engine_checks import (
     assert_requests_have_limits_of_their_own,
     assert_stop_tokens_end_responses,
     assert_turns_are_exact,
+    counting_python,
     greedy,
     plain_logprobs,
     request,
+    starts_of,
 )
 from tests.support.tiny import make_tiny_model
 from tests.support.weight_tensors import load_state
@@ -55,18 +59,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def started(folder: Path) -> Iterator[VllmEngine]:
+def started(folder: Path) -> Iterator[ProgramEngine]:
     """One engine for all tests of this module: a start takes seconds."""
     data = {"max_prompt_tokens": MAX_MODEL_LEN - 50}
     config = run_config(model={"path": str(folder)}, data=data, rollout=ROLLOUT)
     engine = open_engine(config, load_tokenizer(config.model))
-    assert isinstance(engine, VllmEngine)
+    assert isinstance(engine, ProgramEngine)
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def engine(started: VllmEngine, model: PreTrainedModel) -> VllmEngine:
+def engine(started: ProgramEngine, model: PreTrainedModel) -> ProgramEngine:
     """The engine with the folder's weights, whatever the previous test has loaded."""
     if started.version != 0:
         load_state(started, dict(model.named_parameters()), version=0)
@@ -78,18 +82,24 @@ def model(folder: Path) -> PreTrainedModel:
     return load_model(ModelConfig(path=str(folder)))
 
 
+def of(folder: Path) -> EngineModel:
+    """Return a model as an engine gets it."""
+    return EngineModel(ModelConfig(path=str(folder)), MAX_MODEL_LEN)
+
+
 @pytest.mark.extended
 def test_a_model_or_size_that_vllm_cannot_run_is_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"can't run the model .* in float32 with sequences of 128 tokens: .*cache"):
-        open_process(ModelConfig(path=str(folder)), VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**10), MAX_MODEL_LEN)
+        open_vllm(VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**10), of(folder))
     odd = make_tiny_model(tmp_path, head_dim=8)
     with pytest.raises(ConfigError, match=r"Unsupported CPU attention configuration: head_dim=8"):
-        open_process(ModelConfig(path=str(odd)), ROLLOUT, MAX_MODEL_LEN)
+        open_vllm(ROLLOUT, of(odd))
 
 
-def test_a_closed_engine_leaves_no_process(folder: Path, model: PreTrainedModel) -> None:
-    rollout = ROLLOUT.replace(dtype="bfloat16")
-    other = open_process(ModelConfig(path=str(folder)), rollout, MAX_MODEL_LEN)
+def test_a_closed_engine_leaves_no_process(folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    python = counting_python(tmp_path, ENGINE_PYTHON)
+    other = open_vllm(ROLLOUT.replace(dtype="bfloat16", python=python), of(folder))
+    assert starts_of(python) == [os.getpid()]
     load_state(other, dict(model.named_parameters()), version=1)  # from float32
     (generation,) = generate_all(other, [request(PROMPTS[0], 1)], Sampling(30))
     expected = plain_logprobs(copy.deepcopy(model).to(torch.bfloat16), PROMPTS[0], generation.token_ids, 1)
@@ -101,7 +111,7 @@ def test_a_closed_engine_leaves_no_process(folder: Path, model: PreTrainedModel)
         other.check()
 
 
-def test_greedy_equals_transformers_generate(engine: VllmEngine, model: PreTrainedModel) -> None:
+def test_greedy_equals_transformers_generate(engine: ProgramEngine, model: PreTrainedModel) -> None:
     generations = generate_all(engine, [request(prompt, 0) for prompt in PROMPTS], Sampling(24, temperature=0))
     for prompt, generation in zip(PROMPTS, generations, strict=True):
         assert generation.token_ids.dtype == np.int32
@@ -113,7 +123,7 @@ def test_greedy_equals_transformers_generate(engine: VllmEngine, model: PreTrain
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("truncation", [{}, {"top_p": 0.9, "top_k": 40}, {"min_p": 0.1}, {"top_k": 1}])
 def test_logprobs_are_those_before_truncation(
-    engine: VllmEngine, model: PreTrainedModel, temperature: float, truncation: dict[str, float]
+    engine: ProgramEngine, model: PreTrainedModel, temperature: float, truncation: dict[str, float]
 ) -> None:
     sampling = Sampling(50, temperature, stop_token_ids=(5, 50, 150), **truncation)  # type: ignore[arg-type]
     generations = generate_all(engine, [request(prompt, 1, 2) for prompt in PROMPTS], sampling)
@@ -127,7 +137,7 @@ def test_logprobs_are_those_before_truncation(
     [Sampling(1, 1.3), Sampling(1, top_p=0.6), Sampling(1, 2.0, top_k=4), Sampling(1, 1.3, min_p=0.2)],
     ids=["temperature", "top_p", "top_k", "min_p"],
 )
-def test_samples_follow_the_probabilities(engine: VllmEngine, model: PreTrainedModel, sampling: Sampling) -> None:
+def test_samples_follow_the_probabilities(engine: ProgramEngine, model: PreTrainedModel, sampling: Sampling) -> None:
     num_samples = 2000
     generations = generate_all(engine, [request(PROMPTS[0], *range(num_samples))], sampling)
     counts = np.bincount([g.token_ids[0] for g in generations], minlength=model.config.vocab_size)
@@ -145,7 +155,7 @@ def test_samples_follow_the_probabilities(engine: VllmEngine, model: PreTrainedM
     assert np.abs(deviations).max() < 4.5  # a normal's 4.5 sigma: once in 150,000
 
 
-def test_a_repeated_call_gives_the_same_samples_bit_for_bit(engine: VllmEngine) -> None:
+def test_a_repeated_call_gives_the_same_samples_bit_for_bit(engine: ProgramEngine) -> None:
     requests = [request(prompt, 1, 2**64 - 1, 2**63) for prompt in PROMPTS]
     sampling = Sampling(40, top_p=0.95, stop_token_ids=(5, 50))
     first = generate_all(engine, requests, sampling)
@@ -155,7 +165,7 @@ def test_a_repeated_call_gives_the_same_samples_bit_for_bit(engine: VllmEngine) 
     assert_identical(generate_all(engine, requests, sampling), first)
 
 
-def test_a_sample_does_not_depend_on_its_batch(engine: VllmEngine) -> None:
+def test_a_sample_does_not_depend_on_its_batch(engine: ProgramEngine) -> None:
     together = generate_all(engine, [request(prompt, 7, 8) for prompt in PROMPTS], Sampling(30))
     alone = [generate_all(engine, [request(prompt, 8)], Sampling(30))[0] for prompt in PROMPTS]
     for a, b in zip(together[1::2], alone, strict=True):
@@ -163,7 +173,7 @@ def test_a_sample_does_not_depend_on_its_batch(engine: VllmEngine) -> None:
         np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
 
 
-def test_more_samples_than_fit_are_generated_one_after_another(engine: VllmEngine, model: PreTrainedModel) -> None:
+def test_more_samples_than_fit_are_generated_one_after_another(engine: ProgramEngine, model: PreTrainedModel) -> None:
     # 300 rows of up to 120 tokens of 1,024 bytes: more than max_num_seqs, and 36 MB in a cache of 4 MiB.
     usage = engine.usage = EngineUsage()
     generations = generate_all(engine, [request(PROMPTS[1], *range(300))], Sampling(50, stop_token_ids=(5, 50, 150)))
@@ -177,7 +187,7 @@ def test_more_samples_than_fit_are_generated_one_after_another(engine: VllmEngin
         assert_logprobs(generation, expected, tolerance=2e-5)
 
 
-def test_samples_are_yielded_as_soon_as_they_finish(engine: VllmEngine) -> None:
+def test_samples_are_yielded_as_soon_as_they_finish(engine: ProgramEngine) -> None:
     sampling = Sampling(50, temperature=1.5, stop_token_ids=tuple(range(0, 256, 16)))
     found = list(generate(engine, [request(prompt, *range(8)) for prompt in PROMPTS], sampling))
     lengths = [len(generation.token_ids) for _, generation in found]
@@ -186,7 +196,7 @@ def test_samples_are_yielded_as_soon_as_they_finish(engine: VllmEngine) -> None:
     assert lengths[0] < lengths[-1]
 
 
-def test_an_abandoned_call_leaves_nothing_behind(engine: VllmEngine) -> None:
+def test_an_abandoned_call_leaves_nothing_behind(engine: ProgramEngine) -> None:
     requests, sampling = [request(prompt, 1, 2, 3) for prompt in PROMPTS], Sampling(40, stop_token_ids=(5, 50))
     whole = generate_all(engine, requests, sampling)
     abandoned = generate(engine, requests, sampling)
@@ -196,13 +206,13 @@ def test_an_abandoned_call_leaves_nothing_behind(engine: VllmEngine) -> None:
     assert_identical(generate_all(engine, requests, sampling), whole)
 
 
-def test_requests_have_limits_of_their_own(engine: VllmEngine, model: PreTrainedModel) -> None:
+def test_requests_have_limits_of_their_own(engine: ProgramEngine, model: PreTrainedModel) -> None:
     assert_requests_have_limits_of_their_own(engine, model)
 
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_a_row_goes_on_with_at_most_a_block_of_its_history_computed_again(
-    engine: VllmEngine, model: PreTrainedModel, joins: bool
+    engine: ProgramEngine, model: PreTrainedModel, joins: bool
 ) -> None:
     usage = engine.usage = EngineUsage()
     num_between = assert_turns_are_exact(engine, model, joins=joins)
@@ -210,11 +220,11 @@ def test_a_row_goes_on_with_at_most_a_block_of_its_history_computed_again(
     assert usage.prefilled <= 2 * (num_prompt + num_between + 2 * num_rows * BLOCK_TOKENS)  # it has played twice
 
 
-def test_responses_end_with_their_first_stop_token(engine: VllmEngine) -> None:
+def test_responses_end_with_their_first_stop_token(engine: ProgramEngine) -> None:
     assert_stop_tokens_end_responses(engine, PROMPTS[0])
 
 
-def test_stop_strings_end_a_response_with_the_token_that_completes_them(engine: VllmEngine, folder: Path) -> None:
+def test_stop_strings_end_a_response_with_the_token_that_completes_them(engine: ProgramEngine, folder: Path) -> None:
     unstopped = generate_all(engine, [request(PROMPTS[0], *range(16))], Sampling(60, top_k=0))
     tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
     texts = [[tokenizer.decode(g.token_ids[: n + 1], skip_special_tokens=True) for n in range(60)] for g in unstopped]
@@ -229,13 +239,13 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them(engine: 
     assert 0 < ended < 16
 
 
-def test_degenerate_requests(engine: VllmEngine) -> None:
+def test_degenerate_requests(engine: ProgramEngine) -> None:
     assert_degenerate_requests_work(engine, PROMPTS[0])
     with pytest.raises(ValueError, match=r"request 0 has a prompt of 70 tokens.*prompts of at most 28"):
         generate_all(engine, [request(PROMPTS[1], 1)], Sampling(100))
 
 
-def test_loaded_weights_are_those_of_a_fresh_engine(engine: VllmEngine, tmp_path: Path) -> None:
+def test_loaded_weights_are_those_of_a_fresh_engine(engine: ProgramEngine, tmp_path: Path) -> None:
     other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1, head_dim=HEAD_DIM))))
     requests, sampling = [request(prompt, 1, 2) for prompt in PROMPTS], Sampling(30, 0.7)
     before = generate_all(engine, requests, sampling)
@@ -249,7 +259,7 @@ def test_loaded_weights_are_those_of_a_fresh_engine(engine: VllmEngine, tmp_path
         assert_logprobs(generation, expected, tolerance=2e-5)
 
 
-def test_a_stale_weight_fails_the_probe(engine: VllmEngine, model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_stale_weight_fails_the_probe(engine: ProgramEngine, model: PreTrainedModel, tmp_path: Path) -> None:
     other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1, head_dim=HEAD_DIM))))
     state = dict(other.named_parameters())
     tokens = np.array(PROMPTS[1])
@@ -261,7 +271,7 @@ def test_a_stale_weight_fails_the_probe(engine: VllmEngine, model: PreTrainedMod
     assert difference is not None
     assert difference < 2e-5
     load_state(engine, state | {"model.norm.weight": 1.5 * state["model.norm.weight"]}, version=1)
-    with pytest.raises(StaleWeightsError, match=r"VllmEngine .* version 1 of run run"):
+    with pytest.raises(StaleWeightsError, match=r"ProgramEngine .* version 1 of run run"):
         check_probe(engine, handle)
     assert engine.version is None
     load_state(engine, dict(model.named_parameters()), version=0)
@@ -269,7 +279,7 @@ def test_a_stale_weight_fails_the_probe(engine: VllmEngine, model: PreTrainedMod
 
 @UNFIT_WEIGHTS
 def test_weights_that_do_not_fit_change_nothing(
-    engine: VllmEngine, model: PreTrainedModel, changes: dict[str, torch.Tensor | None], text: str
+    engine: ProgramEngine, model: PreTrainedModel, changes: dict[str, torch.Tensor | None], text: str
 ) -> None:
     before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
     state = {name: torch.zeros_like(tensor) for name, tensor in model.named_parameters()} | changes
@@ -280,7 +290,7 @@ def test_weights_that_do_not_fit_change_nothing(
     assert_identical(generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12)), before)
 
 
-def test_asleep_it_frees_what_vllm_can_free_and_says_what_it_keeps(engine: VllmEngine, model: PreTrainedModel) -> None:
+def test_asleep_it_frees_what_vllm_can_and_says_what_it_keeps(engine: ProgramEngine, model: PreTrainedModel) -> None:
     before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
     slept = engine.sleep(("weights", "cache"))
     assert slept.freed == {}  # the CPU build has no sleep mode
@@ -291,11 +301,11 @@ def test_asleep_it_frees_what_vllm_can_free_and_says_what_it_keeps(engine: VllmE
     assert_identical(generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12)), before)
 
 
-def test_in_sleep_mode_it_wakes_by_parts_and_samples_the_same(engine: VllmEngine, model: PreTrainedModel) -> None:
+def test_in_sleep_mode_it_wakes_by_parts_and_samples_the_same(engine: ProgramEngine, model: PreTrainedModel) -> None:
     """As on CUDA, through the same calls of vLLM, which in its CPU build free nothing."""
     before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
-    started = {"dtype": "float32", "itemsize": 4, "max_model_len": MAX_MODEL_LEN, "processes": [], "cache_bytes": 1}
-    sleeper = VllmEngine(engine._process, started, model, can_sleep=True)
+    started = StartedEngine(dtype="float32", itemsize=4, max_model_len=MAX_MODEL_LEN, processes=[], cache_bytes=1)
+    sleeper = ProgramEngine(engine._process, started, model, can_sleep=True)
     assert sleeper.sleep(("weights", "cache")).freed.keys() == {"weights", "cache"}
     assert sleeper.sleep(("weights", "cache")).freed == {}
     assert (sleeper.version, sleeper.asleep) == (None, {"weights", "cache"})
@@ -307,13 +317,13 @@ def test_in_sleep_mode_it_wakes_by_parts_and_samples_the_same(engine: VllmEngine
     assert_identical(generate_all(sleeper, [request(PROMPTS[0], 1)], Sampling(12)), before)
 
 
-def test_diverged_weights_raise(engine: VllmEngine, model: PreTrainedModel) -> None:
+def test_diverged_weights_raise(engine: ProgramEngine, model: PreTrainedModel) -> None:
     load_state(engine, {n: torch.full_like(t, torch.nan) for n, t in model.named_parameters()}, version=1)
     with pytest.raises(NonFiniteError, match="diverged"):
         generate_all(engine, [request(PROMPTS[0], 1, 2)], Sampling(4))
 
 
-def test_nothing_listens_beyond_this_machine(engine: VllmEngine) -> None:
+def test_nothing_listens_beyond_this_machine(engine: ProgramEngine) -> None:
     process = psutil.Process(engine.processes[0])
     listening = {c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN}
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}

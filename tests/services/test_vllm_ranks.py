@@ -13,9 +13,9 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
-from infra.engines.base import Sampling, WeightsBucket, generate, generate_all
-from infra.engines.vllm.engine import VllmEngine
-from infra.engines.vllm.start import open_process
+from infra.engines.base import EngineModel, Sampling, WeightsBucket, generate, generate_all
+from infra.engines.program.engine import ProgramEngine
+from infra.engines.vllm.start import open_vllm
 from infra.models.flat_tensors import buffer_as_tensor, flat_bytes, tensor_specs, tensor_views, write_tensors
 from infra.models.load import load_model
 from schemas.config.model import ModelConfig
@@ -43,12 +43,13 @@ NUM_RANKS = 2
 HOST = """
 import sys
 import psutil
-from infra.engines.vllm.start import open_process
+from infra.engines.base import EngineModel
+from infra.engines.vllm.start import open_vllm
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
 if __name__ == "__main__":
     rollout = VllmRollout(python=sys.argv[2], cache_bytes=2**22, tensor_parallel=2)
-    engine = open_process(ModelConfig(path=sys.argv[1]), rollout, 64)
+    engine = open_vllm(rollout, EngineModel(ModelConfig(path=sys.argv[1]), 64))
     print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
     sys.stdin.read()
 """
@@ -65,19 +66,19 @@ def model(folder: Path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[VllmEngine]:
+def engine(folder: Path) -> Iterator[ProgramEngine]:
     """One engine for all tests of this module, of which the last one ends it."""
     rollout = VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**22, tensor_parallel=NUM_RANKS, prefix_cache="version")
-    started = open_process(ModelConfig(path=str(folder)), rollout, MAX_MODEL_LEN)
+    started = open_vllm(rollout, EngineModel(ModelConfig(path=str(folder)), MAX_MODEL_LEN))
     yield started
     started.close()
 
 
-def rank_processes(engine: VllmEngine) -> list[psutil.Process]:
+def rank_processes(engine: ProgramEngine) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in engine.processes]
 
 
-def assert_engine_is(model: PreTrainedModel, engine: VllmEngine) -> None:
+def assert_engine_is(model: PreTrainedModel, engine: ProgramEngine) -> None:
     """Check the greedy tokens and all log-probs against the model's."""
     for prompt, generation in zip(
         PROMPTS, generate_all(engine, [request(p, 0) for p in PROMPTS], Sampling(24, temperature=0)), strict=True
@@ -93,12 +94,13 @@ def assert_engine_is(model: PreTrainedModel, engine: VllmEngine) -> None:
 def test_numbers_of_ranks_that_do_not_divide_the_heads_are_refused(folder: Path) -> None:
     for ranks in (3, 8):
         with pytest.raises(ConfigError, match=r"4 attention heads, 2 key-value heads .* of 32; set it to 1, 2 or 4"):
-            open_process(
-                ModelConfig(path=str(folder)), VllmRollout(python=ENGINE_PYTHON, tensor_parallel=ranks), MAX_MODEL_LEN
+            open_vllm(
+                VllmRollout(python=ENGINE_PYTHON, tensor_parallel=ranks),
+                EngineModel(ModelConfig(path=str(folder)), MAX_MODEL_LEN),
             )
 
 
-def test_ranks_generate_what_the_model_does(engine: VllmEngine, model: PreTrainedModel) -> None:
+def test_ranks_generate_what_the_model_does(engine: ProgramEngine, model: PreTrainedModel) -> None:
     processes = rank_processes(engine)
     assert len({process.pid for process in processes} - {os.getpid()}) == NUM_RANKS
     assert_engine_is(model, engine)
@@ -109,7 +111,7 @@ def test_ranks_generate_what_the_model_does(engine: VllmEngine, model: PreTraine
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-def test_each_rank_loads_its_part_of_mapped_weights(engine: VllmEngine, tmp_path: Path) -> None:
+def test_each_rank_loads_its_part_of_mapped_weights(engine: ProgramEngine, tmp_path: Path) -> None:
     other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1, head_dim=HEAD_DIM))))
     state = dict(other.named_parameters())
     load_state(engine, state, version=1)
@@ -126,7 +128,7 @@ def test_each_rank_loads_its_part_of_mapped_weights(engine: VllmEngine, tmp_path
     assert engine.version == 2
 
 
-def test_given_tokens_are_scored_as_the_model_does(engine: VllmEngine, model: PreTrainedModel) -> None:
+def test_given_tokens_are_scored_as_the_model_does(engine: ProgramEngine, model: PreTrainedModel) -> None:
     load_state(engine, dict(model.named_parameters()), version=0)
     requests, sampling = [request(prompt, 1, 2) for prompt in PROMPTS], Sampling(20, 0.7)
     before = generate_all(engine, requests, sampling)
@@ -138,7 +140,7 @@ def test_given_tokens_are_scored_as_the_model_does(engine: VllmEngine, model: Pr
 
 
 def test_weights_in_buckets_are_those_of_one_and_a_load_can_fail_between(
-    engine: VllmEngine, model: PreTrainedModel, tmp_path: Path
+    engine: ProgramEngine, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1, head_dim=HEAD_DIM))))
     state = dict(other.named_parameters())
@@ -163,7 +165,7 @@ def test_weights_in_buckets_are_those_of_one_and_a_load_can_fail_between(
     assert_identical(generate_all(engine, requests, sampling), partly)
 
 
-def test_a_call_that_was_abandoned_can_be_repeated(engine: VllmEngine) -> None:
+def test_a_call_that_was_abandoned_can_be_repeated(engine: ProgramEngine) -> None:
     requests, sampling = [request(prompt, 1, 2, 3) for prompt in PROMPTS], Sampling(40, stop_token_ids=(5, 50))
     generate_all(engine, requests, sampling)
     whole = generate_all(engine, requests, sampling)  # all prefixes are cached now
@@ -189,7 +191,7 @@ def test_ranks_end_with_a_killed_host(folder: Path) -> None:
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
-def test_an_engine_that_loses_a_rank_ends_the_others_and_says_so(engine: VllmEngine) -> None:
+def test_an_engine_that_loses_a_rank_ends_the_others_and_says_so(engine: ProgramEngine) -> None:
     processes = rank_processes(engine)
     generations = generate(engine, [request(PROMPTS[0], 1, 2)], Sampling(100, stop_token_ids=(5,)))
     processes[1].kill()

@@ -31,6 +31,19 @@ UNFIT_WEIGHTS = pytest.mark.parametrize(  # changes to a state dict, and how the
 )
 
 
+def counting_python(folder: Path, python: str) -> str:
+    """Return an interpreter in a folder that notes which processes start it, and is another one."""
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\necho $PPID >> {folder}/starts\nexec {python} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def starts_of(python: str) -> list[int]:
+    """Return the ids of the processes that have started an interpreter of `counting_python`, one for each start."""
+    return [int(line) for line in Path(python).with_name("starts").read_text().split()]
+
+
 def request(prompt: Sequence[int], *seeds: int) -> GenerationRequest:
     return GenerationRequest(np.array(prompt), seeds)
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+ODD = Path(__file__)
 BEHAVIOUR = "ODD_ENGINE"  # the variable with the behaviour by call, in JSON
 
 
@@ -19,9 +20,9 @@ def open_odd_engine(seconds: float = 600, **behaviour: str) -> Any:
         behaviour: By call: "raise TEXT", "die", "hang", "half" of an answer, "garbage", "print TEXT", or what it
             answers, in JSON.
     """
-    from infra.engines.vllm.process import EngineProcess
+    from infra.engines.program.process import EngineProcess
 
-    return EngineProcess(sys.executable, os.environ | {BEHAVIOUR: json.dumps(behaviour)}, seconds, Path(__file__))
+    return EngineProcess(sys.executable, ODD, os.environ | {BEHAVIOUR: json.dumps(behaviour)}, "odd", seconds)
 
 
 def calls_of(process: Any) -> list[Any]:
@@ -63,7 +64,7 @@ class OddEngine:
 
 if __name__ == "__main__":
     program = Path(__file__).parents[2] / "infra" / "engines" / "program"
-    sys.path[0] = str(program)
+    sys.path.append(str(program))
     import frames
 
     frames.serve(socket.socket(fileno=int(sys.argv[1])), OddEngine())

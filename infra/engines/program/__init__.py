@@ -1,4 +1,4 @@
-"""The program of an engine: it runs in an interpreter of its own, which has vLLM and nothing of Sluice.
+"""Engines that are programs in an interpreter of their own: how one is started and called, and the engine over it.
 
-It is loaded by file, and needs the standard library, vLLM and what that brings (torch and NumPy).
+`frames` is also loaded by file in that interpreter, which has nothing of Sluice.
 """

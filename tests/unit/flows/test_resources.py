@@ -314,6 +314,8 @@ def test_engines_that_compute_with_adapters_hold_them(folder: Path, plan: Callab
     embedded, vllm = plan(*lora), plan(*lora, "rollout.kind=vllm")
     assert embedded.workers[-1].parts["weights"] == whole + adapters
     assert vllm.workers[-1].parts["weights"] == whole + 2 * adapters  # vLLM allocates for a rank of 8
+    program = plan(*lora, "rollout.kind=program", "rollout.program=mine.py")
+    assert program.workers[-1].parts["weights"] == whole + adapters
     turns = ("runtime.placement=colocated", "rollout.num_workers=2", "kl.coef=0")
     merged, kept = (plan(*turns, *settings, cluster="2xH100") for settings in (lora[:1], lora))
     in_host = [resources.host.parts["moved out of GPUs"] for resources in (merged, kept)]

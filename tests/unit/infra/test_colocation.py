@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from infra.engines.base import Sampling, generate_all
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.vllm.adapters import VllmAdapters
-from infra.engines.vllm.engine import VllmEngine
+from infra.engines.program.engine import ProgramEngine
+from infra.engines.program.process import StartedEngine
 from infra.models.load import load_model
-from infra.models.lora import adapted_layers, add_adapter
+from infra.models.lora import add_adapter
 from infra.stores.chunk_index import MemoryStore
 from infra.workers.policy import PolicyWorker
 from infra.workers.reward import RewardWorker
@@ -127,13 +127,13 @@ def test_a_reference_scores_the_same_after_it_was_out(run: RunHandle, store: Mem
     assert put is not None
 
 
-STARTED = {"dtype": "bfloat16", "itemsize": 2, "max_model_len": 64, "processes": [], "cache_bytes": 32}
+STARTED = StartedEngine(dtype="bfloat16", itemsize=2, max_model_len=64, processes=[], cache_bytes=32)
 
 
 def test_an_engine_that_fails_at_wake_up_is_lost(run: RunHandle) -> None:
     # As on a GPU without free memory, which takes CUDA.
     process = open_odd_engine(wake="raise CUDA Error: out of memory at csrc/cumem_allocator.cpp:62")
-    engine = VllmEngine(process, STARTED, load_model(run.config.model), can_sleep=True)
+    engine = ProgramEngine(process, STARTED, load_model(run.config.model), can_sleep=True)
     assert engine.sleep(("weights", "cache")).freed == {"weights": whole_bytes(run) // 2, "cache": 32}
     assert calls_of(process) == [["sleep", {"weights": True, "keep": False}]]
     assert engine.version is None
@@ -146,8 +146,8 @@ def test_an_engine_that_fails_at_wake_up_is_lost(run: RunHandle) -> None:
 def test_an_engine_with_adapters_keeps_its_weights_in_host_memory(run: RunHandle, tmp_path: Path) -> None:
     shapes, lora = load_model(run.config.model), LoraConfig(rank=2, publish="adapters")
     add_adapter(shapes, lora)
-    process, started = open_odd_engine(), STARTED | {"adapted_layers": adapted_layers(shapes)}
-    engine = VllmEngine(process, started, shapes, can_sleep=True, adapters=VllmAdapters(lora, str(tmp_path)))
+    process = open_odd_engine()
+    engine = ProgramEngine(process, STARTED, shapes, can_sleep=True, lora=lora, shared_memory=str(tmp_path))
     slept, weights = engine.sleep(("weights", "cache")), sum(2 * weight.numel() for weight in shapes.parameters())
     assert (slept.moved, slept.freed, slept.resident) == ({"weights": weights}, {"cache": 32}, {})
     assert calls_of(process) == [["sleep", {"weights": True, "keep": True}]]

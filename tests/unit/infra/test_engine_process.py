@@ -9,9 +9,9 @@ import numpy as np
 import psutil
 import pytest
 
-from infra.engines.vllm.process import CallFailedError, EngineProcess
+from infra.engines.program.process import CallFailedError, EngineProcess
 from schemas.errors import EngineLostError
-from tests.support.odd_engine import BEHAVIOUR, open_odd_engine
+from tests.support.odd_engine import BEHAVIOUR, ODD, open_odd_engine
 from tests.support.progress import wait_until
 
 HOST = """
@@ -91,4 +91,4 @@ def test_it_ends_with_a_killed_host() -> None:
 
 def test_an_interpreter_that_is_missing_is_an_error() -> None:
     with pytest.raises(FileNotFoundError):
-        EngineProcess("/nosuch/python", {BEHAVIOUR: "{}"}, 600)
+        EngineProcess("/nosuch/python", ODD, {BEHAVIOUR: "{}"}, "odd")

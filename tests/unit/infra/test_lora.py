@@ -13,7 +13,16 @@ from transformers import PreTrainedModel
 
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore
-from infra.models.lora import adapter_disabled, add_adapter, has_adapter, merge_adapter, merged_weights, trainable_names
+from infra.models.lora import (
+    adapter_disabled,
+    add_adapter,
+    has_adapter,
+    is_adapter,
+    merge_adapter,
+    merged_weights,
+    save_adapters,
+    trainable_names,
+)
 from rl_core.scoring import leak_probe, pack_row, packed_logprobs, use_packed_attention
 from schemas.config.model import LoraConfig
 from schemas.errors import ConfigError
@@ -133,6 +142,13 @@ def test_the_merged_model_computes_what_the_adapted_one_does(
     merged = merge(base, adapted)
     assert not has_adapter(merged)
     torch.testing.assert_close(logprobs(merged), expected, rtol=0, atol=MERGED_TOLERANCE)
+
+
+def test_peft_reads_what_is_saved(base: PreTrainedModel, adapted: PreTrainedModel, tmp_path: Path) -> None:
+    weights = {name: weight.detach() for name, weight in adapted.named_parameters() if is_adapter(name)}
+    save_adapters(weights, CONFIG, tmp_path)
+    read = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path)).get_base_model()
+    assert torch.equal(logprobs(read), logprobs(adapted))
 
 
 def test_a_model_without_adapter_is_unchanged(base: PreTrainedModel) -> None:

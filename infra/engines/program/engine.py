@@ -1,9 +1,8 @@
-"""The vLLM engine, which runs in a process of its own (`infra.engines.program`), as seen by its rollout worker."""
+"""The engine over a program in a process of its own, as seen by its rollout worker."""
 
-import mmap
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,27 +19,28 @@ from infra.engines.base import (
     check_prompts,
     require_awake,
 )
-from infra.engines.vllm.adapters import VllmAdapters, check_layers
-from infra.engines.vllm.process import CallFailedError, EngineProcess
-from infra.models.flat_tensors import assign_slots, buffer_as_tensor, flat_bytes, tensor_specs, write_tensors
+from infra.engines.program.process import CallFailedError, EngineProcess, StartedEngine
+from infra.models.flat_tensors import assign_slots, flat_bytes, shared_tensors, tensor_specs
 from infra.models.load import check_weights
-from infra.models.lora import is_adapter, without_adapter
-from schemas.errors import EngineLostError, NonFiniteError, WeightsError
+from infra.models.lora import is_adapter, save_adapters, without_adapter
+from infra.storage.shared_memory import SharedFolder, choose_root
+from schemas.config.model import LoraConfig
+from schemas.errors import EngineLostError, NonFiniteError
 from schemas.placement import EngineTag, MemoryChange, PartBytes
 from schemas.weights import TensorSpec
 
 PARTS: tuple[EngineTag, ...] = ("weights", "cache")
 
 
-class VllmRows:
-    """`DecodingRows` of a vLLM engine; a turn computes at most a block of its row's history again.
+class ProgramRows:
+    """`DecodingRows` of an engine that is a program; of vLLM's, a turn computes at most a block of its history again.
 
     Args:
         engine: The engine.
         sampling: How tokens are sampled.
     """
 
-    def __init__(self, engine: "VllmEngine", sampling: Sampling) -> None:
+    def __init__(self, engine: "ProgramEngine", sampling: Sampling) -> None:
         self._engine, self._sampling = engine, sampling
         self._lengths: dict[int, int] = {}  # tokens of the rows that are not forgotten
         self._pending: set[int] = set()  # rows whose turn has not ended
@@ -77,7 +77,7 @@ class VllmRows:
         self._pending.add(row)
 
     def step(self) -> list[tuple[int, Generation]]:
-        """Run one forward pass of the rows that vLLM schedules; see `DecodingRows.step`."""
+        """Run one forward pass of the rows that the program schedules; see `DecodingRows.step`."""
         result, buffers = self._engine.call("step")
         try:
             return self._read(result, buffers)
@@ -90,7 +90,7 @@ class VllmRows:
         Raises:
             KeyError: Something is missing, or a row is not one whose turn had not ended.
             TypeError: Something has another type.
-            ValueError: Tokens and log-probs don't match, or aren't a turn's.
+            ValueError: Tokens and log-probs don't match, or aren't a turn's; or a row is forgotten.
         """
         if running := result["running"]:
             self._engine.usage.add(running, result["waiting"], result["cache"])
@@ -116,11 +116,13 @@ class VllmRows:
             self._lengths[row] += len(sampled.token_ids)
             self._engine.usage.prefilled += prefilled
             found.append((row, sampled))
+        if self._pending and not (found or running or result["waiting"]):  # it would be asked again without end
+            raise ValueError(f"no row runs or waits, but turns have not ended: {len(self._pending)}")
         return found
 
     def end(self, row: int) -> None:
         """Forget a row whose turn has ended."""
-        del self._lengths[row]
+        del self._lengths[row], self._limits[row]
         self._engine.call("end", {"row": row})
 
     def close(self) -> None:
@@ -132,8 +134,8 @@ class VllmRows:
         self._limits.clear()
 
 
-class VllmEngine:
-    """A `RolloutEngine` over vLLM.
+class ProgramEngine:
+    """A `RolloutEngine` over a program.
 
     Unless `keep_prefixes`, the prefix cache is emptied before rows are opened, so that samples are a function of the
     calls since then and the weights.
@@ -152,47 +154,46 @@ class VllmEngine:
     def __init__(
         self,
         process: EngineProcess,
-        started: Mapping[str, Any],
+        started: StartedEngine,
         shapes: PreTrainedModel,
         *,
         keep_prefixes: bool = False,
         can_sleep: bool = False,
-        adapters: VllmAdapters | None = None,
+        lora: LoraConfig | None = None,
+        shared_memory: str | None = None,
     ) -> None:
-        """Take over a process, whose weights are those of policy version 0; see `open_process`.
+        """Take over a process, whose weights are those of policy version 0; see `infra.engines.program.start`.
 
         Args:
             process: The program's.
             started: What it answered to `start`.
             shapes: The transformers model with the same weight names, on the meta device.
             keep_prefixes: Empty the prefix cache when weights are loaded, not when rows are opened.
-            can_sleep: Whether it was started in vLLM's sleep mode, which its CPU build lacks.
-            adapters: How it gets adapters, which `shapes` then has too; None: its weights have them merged. With
+            can_sleep: Whether it was started so that it can give up its memory.
+            lora: The adapters that it is sent, which `shapes` then has too; None: its weights have them merged. With
                 adapters, it keeps its weights in host memory while it sleeps, instead of dropping them.
+            shared_memory: `runtime.shared_memory`, through which it gets adapters.
         """
-        self._process, self._shapes = process, shapes
-        self._keep_prefixes, self._can_sleep, self._adapters = keep_prefixes, can_sleep, adapters
+        self._process, self._shapes, self._lora, self._shared_memory = process, shapes, lora, shared_memory
+        self._keep_prefixes, self._can_sleep = keep_prefixes, can_sleep
         self.version: int | None = 0
-        self.dtype: str = started["dtype"]
-        self.max_tokens: int = started["max_model_len"]
-        self.processes: list[int] = started["processes"]
+        self.dtype: str = started.dtype
+        self.max_tokens, self.processes = started.max_model_len, started.processes
         embeddings = shapes.get_input_embeddings().weight
         assert isinstance(embeddings, torch.Tensor), "a model's input embeddings are a matrix"
         self.vocab_size = len(embeddings)
         self.asleep: frozenset[EngineTag] = frozenset()
         self.usage = EngineUsage()
-        if adapters is not None:
-            check_layers(shapes, started["adapted_layers"])
         weights = sum(weight.numel() for weight in shapes.parameters())
         # Of all ranks, awake; of the weights, as many as there are in its dtype.
-        self._sizes: PartBytes = {"weights": weights * started["itemsize"], "cache": started["cache_bytes"]}
+        self._sizes: PartBytes = {"weights": weights * started.itemsize, "cache": started.cache_bytes}
 
     @property
     def is_lost(self) -> bool:
         """Whether its process is gone."""
         return self._process.is_lost
 
-    def open_rows(self, sampling: Sampling, *, several_turns: bool = False) -> VllmRows:
+    def open_rows(self, sampling: Sampling, *, several_turns: bool = False) -> ProgramRows:
         """Return a decoder without rows; see `RolloutEngine.open_rows`. All rows can be extended.
 
         Raises:
@@ -210,7 +211,7 @@ class VllmEngine:
             "stop_token_ids": [int(token) for token in sampling.stop_token_ids],
         }
         self.call("open", {"sampling": settings, "forget_prefixes": not self._keep_prefixes})
-        return VllmRows(self, sampling)
+        return ProgramRows(self, sampling)
 
     def load_weights(
         self, specs: Sequence[TensorSpec], buckets: Iterable[WeightsBucket], version: int, *, is_complete: bool = True
@@ -243,8 +244,8 @@ class VllmEngine:
                 if len(taken) < len(bucket.tensors):
                     self._load_base(bucket)
         if adapters:
-            assert self._adapters is not None, "an engine without adapters has no such weights"
-            with self._adapters.saved(adapters) as folder:
+            assert self._lora is not None, "an engine without adapters has no such weights"
+            with _saved(adapters, self._lora, self._shared_memory) as folder:
                 self.call("replace_adapters", {"folder": str(folder), "version": version})
         self.version = version
 
@@ -264,13 +265,13 @@ class VllmEngine:
             for slot in assign_slots(specs)
             if not is_adapter(slot.spec.name)
         ]
-        with nullcontext(str(bucket.file)) if bucket.file is not None else _shared(specs, bucket.tensors) as path:
+        with shared_tensors(specs, bucket.tensors) if bucket.file is None else nullcontext(str(bucket.file)) as path:
             self.call("load", {"path": path, "num_bytes": flat_bytes(specs), "tensors": tensors})
 
     def sleep(self, tags: Collection[EngineTag]) -> MemoryChange:
-        """Give up memory by vLLM's sleep mode; with the weights, the cache too. See `RolloutEngine.sleep`.
+        """Give up memory; with the weights, the cache too. See `RolloutEngine.sleep`.
 
-        vLLM's CPU build has no sleep mode: there, everything is kept, and reported as such.
+        On a CPU, an engine can't: everything is kept, and reported as such.
         """
         self.check()
         if not self._can_sleep:
@@ -306,7 +307,7 @@ class VllmEngine:
 
     @property
     def _keeps_weights(self) -> bool:
-        return self._adapters is not None
+        return self._lora is not None
 
     def _change(self, changed: frozenset[EngineTag]) -> MemoryChange:
         moved = changed & {"weights"} if self._keeps_weights else frozenset()
@@ -319,8 +320,10 @@ class VllmEngine:
     def score(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
         """Return the log-probs of given tokens; see `RolloutEngine.score`."""
         self.check()
-        _, (logprobs,) = self.call("score", {"temperature": temperature}, [_ids(token_ids)])
-        return np.frombuffer(logprobs, dtype=np.float32)
+        _, buffers = self.call("score", {"temperature": temperature}, [_ids(token_ids)])
+        if [len(buffer) for buffer in buffers] != [4 * (num_scored := len(token_ids) - 1)]:
+            raise self.lose(f"it answered 'score' without the log-probs, float32, of {num_scored} tokens")
+        return np.frombuffer(buffers[0], dtype=np.float32)
 
     def check(self) -> None:
         """Check that the engine has not lost a process.
@@ -332,7 +335,10 @@ class VllmEngine:
 
     def take_peak_memory(self) -> dict[str, int]:
         """Return the peak memory of the rank that took most; see `RolloutEngine.take_peak_memory`."""
-        return self.call("peak_memory")[0]
+        peaks, _ = self.call("peak_memory")
+        if not all(type(num_bytes) is int for num_bytes in peaks.values()):
+            raise self.lose(f"it answered 'peak_memory' with what are no bytes by kind: {peaks}")
+        return peaks
 
     def close(self) -> None:
         """End its process; the engine can't generate afterwards."""
@@ -357,28 +363,24 @@ class VllmEngine:
 
 
 @contextmanager
-def _shared(specs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Write tensors to memory that other processes of this machine can map, and provide its path during the block.
+def _saved(adapters: Mapping[str, torch.Tensor], lora: LoraConfig, shared_memory: str | None) -> Iterator[Path]:
+    """Write a version's adapters to a folder in the node's memory, in peft's format, and provide it during the block.
 
-    Each bucket has its own: vLLM keeps what it has mapped until a layer has all of its tensors, some of which may be in
-    the next bucket.
+    Args:
+        adapters: All adapters' weights by the policy's names, on the CPU.
+        lora: Their rank and scale.
+        shared_memory: `runtime.shared_memory`.
 
     Raises:
-        WeightsError: No memory is left.
+        WeightsError: No space is left for them.
     """
-    num_bytes = flat_bytes(specs)
-    descriptor = os.memfd_create("weights")  # without a name, it ends with the last process that has it
+    num_bytes = sum(tensor.nbytes for tensor in adapters.values())
+    folder = SharedFolder(choose_root(shared_memory, num_bytes), "adapters")
     try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-        write_tensors(buffer_as_tensor(mmap.mmap(descriptor, num_bytes)), specs, tensors.items())
-        yield f"/proc/{os.getpid()}/fd/{descriptor}"
-    except OSError as error:
-        raise WeightsError(
-            f"no shared memory for a bucket of {num_bytes} bytes of weights: {error.strerror}; lower "
-            "weights.bucket_bytes"
-        ) from None
+        save_adapters(adapters, lora, folder.path)
+        yield folder.path
     finally:
-        os.close(descriptor)
+        folder.remove()
 
 
 def _ids(token_ids: np.ndarray) -> np.ndarray:

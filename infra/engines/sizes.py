@@ -1,4 +1,4 @@
-"""The longest sequence of a run under vLLM, its size in the KV cache, and the ranks that a model can have."""
+"""The longest sequence of a run, its size in a program's KV cache, and the ranks that a model can have."""
 
 import torch
 
@@ -10,7 +10,7 @@ from schemas.config.rollout import ProcessRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 
-BLOCK_TOKENS = 32  # per block of the KV cache; a prompt's samples share its whole blocks
+BLOCK_TOKENS = 32  # per block of vLLM's KV cache; a prompt's samples share its whole blocks
 
 
 def max_model_len(config: RunConfig) -> int:
@@ -23,13 +23,7 @@ def cache_bytes_per_sequence(config: RunConfig, dtype: torch.dtype) -> int:
     """Return the KV-cache size of a run's longest sequence: whole blocks, plus the one that vLLM keeps empty."""
     num_blocks = -(-max_model_len(config) // BLOCK_TOKENS) + 1
     of_model = cache_bytes_per_token(load_config(config.model.path), dtype)
-    return num_blocks * BLOCK_TOKENS * of_model * num_cache_copies(config)
-
-
-def num_cache_copies(config: RunConfig) -> int:
-    """Return how many ranks of an engine hold the same keys and values: several if a model has fewer such heads."""
-    _, num_kv_heads, _ = _dimensions(config.model)
-    return max(1, config.rollout.gpus_per_worker // num_kv_heads)
+    return num_blocks * BLOCK_TOKENS * of_model * _num_cache_copies(config)
 
 
 def check_tensor_parallel(model: ModelConfig, rollout: ProcessRollout) -> None:
@@ -51,6 +45,12 @@ def check_tensor_parallel(model: ModelConfig, rollout: ProcessRollout) -> None:
 def tensor_parallel_sizes(model: ModelConfig) -> list[int]:
     """Return the numbers of ranks over which a model's layers can be sharded, ascending."""
     return [count for count in range(1, _dimensions(model)[0] + 1) if _divides(model, count)]
+
+
+def _num_cache_copies(config: RunConfig) -> int:
+    """Return how many ranks of an engine hold the same keys and values: several if a model has fewer such heads."""
+    _, num_kv_heads, _ = _dimensions(config.model)
+    return max(1, config.rollout.gpus_per_worker // num_kv_heads)
 
 
 def _divides(model: ModelConfig, ranks: int) -> bool:

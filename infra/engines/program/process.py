@@ -8,19 +8,25 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
 from infra.engines.program import frames
 from infra.processes import lifeline
-from infra.processes.isolated import has_died, kill_group
-from schemas.errors import EngineLostError
+from infra.processes.isolated import has_died, kill_group, variables_of_another
+from schemas.config.rollout import EngineDtype
+from schemas.errors import ConfigError, EngineLostError
+from schemas.placement import Device
 
-PROGRAM = Path(frames.__file__).with_name("vllm_program.py")
+LOOK_SECONDS = 60.0  # for a call of a program that is started only to say what it is
 LAST_LINES, MAX_LINE = 20, 1000  # of what it printed, in an error; and characters of a line
+MAX_WORDS = 200  # characters of them, in an error of one line
 CHECK_SECONDS = 1.0  # between two looks at whether it lives
 GRACE_SECONDS = 5.0  # to end by itself, once its connection is closed
 
@@ -39,21 +45,62 @@ class CallFailedError(Exception):
         self.type = kind
 
 
+@dataclass(frozen=True)
+class EngineInstallation:
+    """An engine, as its program describes it.
+
+    Attributes:
+        engine: The engine's package, or what its program calls it.
+        device: What it computes on.
+        version: The engine's.
+    """
+
+    engine: str
+    device: Device
+    version: str
+
+
+class StartedEngine(BaseModel):
+    """What a program answers to `start`.
+
+    Attributes:
+        dtype: The dtype of the weights.
+        itemsize: Bytes of a weight.
+        max_model_len: The most tokens of a row.
+        cache_bytes: Bytes of the KV cache, of all ranks.
+        processes: The ids of the ranks' processes.
+        adapted_layers: The names of the layers that have a place for adapters.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    dtype: EngineDtype
+    itemsize: PositiveInt
+    max_model_len: PositiveInt
+    cache_bytes: NonNegativeInt
+    processes: list[int]
+    adapted_layers: list[str] = []
+
+
 class EngineProcess:
     """A program's process, and the group of its children. All end with this process, however it ends.
 
     Args:
         python: The interpreter.
-        variables: The environment variables.
-        seconds: How long a call may take.
         program: What it runs.
+        variables: The environment variables.
         name: The engine's, for messages.
+        seconds: How long a call may take, by `timeouts.engine_seconds`; None: `LOOK_SECONDS`.
+
+    Raises:
+        OSError: The interpreter can't be started.
     """
 
     def __init__(
-        self, python: str, variables: Mapping[str, str], seconds: float, program: Path = PROGRAM, name: str = "vLLM"
+        self, python: str, program: Path, variables: Mapping[str, str], name: str, seconds: float | None = None
     ) -> None:
-        self._seconds, self._name = seconds, name
+        self.name, self._program = name, program
+        self._seconds, self._key = seconds or LOOK_SECONDS, " (timeouts.engine_seconds)" if seconds else ""
         self._connection, theirs = socket.socketpair()
         read, write = os.pipe()
         try:
@@ -76,7 +123,51 @@ class EngineProcess:
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._reader = threading.Thread(target=self._read_lines, args=(read,), daemon=True)
         self._reader.start()
-        self._lost = self._ended = ""
+        self._lost = self._ended = self._reason = ""
+
+    def hello(self) -> EngineInstallation:
+        """Ask the program what it is.
+
+        Raises:
+            CallFailedError: It doesn't say; see `call`.
+            ConfigError: It speaks another protocol, or computes on what no run does.
+            EngineLostError: It has ended, or took too long.
+            KeyError: Its answer lacks a part.
+        """
+        said, _ = self.call("hello")
+        if said.get("protocol") != frames.PROTOCOL:
+            raise ConfigError(
+                f"the engine of {self._program} speaks version {said.get('protocol')} of the protocol, but Sluice "
+                f"{frames.PROTOCOL}: use a program of the same version"
+            )
+        found = EngineInstallation(str(said["engine"]), said["device"], str(said["version"]))
+        if found.device not in (devices := get_args(Device)):
+            raise ConfigError(
+                f"the engine of {self._program} computes on {found.device!r}; expected {' or '.join(devices)}"
+            )
+        return found
+
+    def start(self, arguments: Mapping[str, Any], *, eager: bool) -> StartedEngine:
+        """Have the program load a model, which may take any time.
+
+        Args:
+            arguments: The model, and how to run it.
+            eager: Whether nothing is to be compiled.
+
+        Raises:
+            CallFailedError: It can't.
+            ConfigError: Its answer is none to `start`.
+            EngineLostError: It has ended.
+        """
+        said, _ = self.call("start", {"engine": arguments, "eager": eager}, is_limited=False)
+        try:
+            return StartedEngine.model_validate(said)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise ConfigError(
+                f"the engine of {self._program} answers start with an unfit {key!r}: {first['msg']}"
+            ) from None
 
     @property
     def is_lost(self) -> bool:
@@ -116,7 +207,7 @@ class EngineProcess:
             self._wait(seconds)
             header, found = frames.receive(self._connection)
         except TimeoutError:
-            raise self.lose(f"it has not answered {name!r} within {seconds:g} s (timeouts.engine_seconds)") from None
+            raise self.lose(f"it has not answered {name!r} within {seconds:g} s{self._key}") from None
         except (OSError, EOFError):
             raise self.lose() from None
         except frames.ProtocolError as error:
@@ -140,8 +231,22 @@ class EngineProcess:
 
     def close(self) -> None:
         """End it."""
-        self._lost = self._lost or f"{self._name}'s process was ended"
+        self._lost = self._lost or f"{self.name}'s process was ended"
         self._kill(GRACE_SECONDS)
+
+    @contextmanager
+    def ended_on_error(self) -> Iterator[None]:
+        """End it if the block raises anything."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def last_words(self) -> str:
+        """Of a lost one, the last characters that it printed, in one line; if there are none, why it is lost."""
+        return " ".join(" ".join(self._lines).split())[-MAX_WORDS:] or self._reason
 
     def _wait(self, seconds: float | None) -> None:
         """Wait until it answers; a child of it may hold its connection open after its death."""
@@ -156,9 +261,10 @@ class EngineProcess:
     def lose(self, reason: str = "") -> EngineLostError:
         """End it, for a reason or as it has died, and return the error that says so."""
         ended = self._kill(0.0 if reason else GRACE_SECONDS)
+        self._reason = reason or ended
         said = "".join(f"\n  {line}" for line in self._lines)
         what = f", and was killed: {reason}" if reason else f": {ended}"
-        self._lost = f"{self._name}'s process {self.pid} is lost{what}" + (f"; its last lines:{said}" if said else "")
+        self._lost = f"{self.name}'s process {self.pid} is lost{what}" + (f"; its last lines:{said}" if said else "")
         return EngineLostError(self._lost)
 
     def _kill(self, grace_seconds: float) -> str:
@@ -177,4 +283,9 @@ class EngineProcess:
         with open(descriptor, errors="replace") as stream:
             for line in iter(partial(stream.readline, MAX_LINE), ""):
                 self._lines.append(line.rstrip())
-                logger.info("%s: %s", self._name, line.rstrip())
+                logger.info("%s: %s", self.name, line.rstrip())
+
+
+def variables_of(python: str | None) -> Mapping[str, str]:
+    """Return the environment variables of an engine's interpreter; None: this process's."""
+    return os.environ if python is None else variables_of_another()
