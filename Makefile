@@ -75,8 +75,8 @@ agents: venv  ## the tests of agents as programs, with their libraries in an int
 	$(BIN)/pytest tests/unit/infra/test_agents.py
 
 KILLS ?= 10
-chaos: venv  ## disturb real runs at random moments and resume them; KILLS=n sets the number of faults
-	$(BIN)/sluice bench chaos --kills $(KILLS)
+chaos: venv  ## disturb real runs at random moments and resume them; KILLS=n sets their number, OPTIONS=--agents those of agents
+	$(BIN)/sluice bench chaos --kills $(KILLS) $(OPTIONS)
 
 versions: venv  ## the tests with the oldest and the newest packages, into docs/installation.md; up to 20 GB in build/
 	$(BIN)/sluice bench versions --page docs/installation.md

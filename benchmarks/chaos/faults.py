@@ -10,6 +10,7 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.chaos.failing_store import BUCKET, FAILING, HAS_FAILED
+from infra.environments.slot import PROGRAM as _PROGRAM
 from infra.services.processes import process_tree
 from tests.support.run_results import Run
 from tests.support.workplace import Command, Workplace
@@ -27,6 +28,7 @@ WORKERS = {
 }
 SERVICES = {"prefect": "prefect server", "raylet": "raylet/raylet", "gcs": "gcs_server"}
 KINDS = ("driver", *WORKERS, *SERVICES, "stop", "disk", "store")
+OF_AGENTS = ("environment", "driver", "rollout")  # of runs with agents, most of whose time is theirs
 ENDS_COMMAND = ("driver", "raylet", "gcs", "disk")
 
 # What has just been done when a moment begins; None: the step before.
@@ -64,7 +66,7 @@ class Fault(NamedTuple):
         return done >= self.step if before is None else run.passed(self.step, before)
 
 
-def choose_faults(seed: int, num_faults: int) -> list[list[Fault]]:
+def choose_faults(seed: int, num_faults: int, all_kinds: Sequence[str] = KINDS) -> list[list[Fault]]:
     """Return the faults of each run, in order: a function of the seed."""
     chosen, kinds, runs = random.Random(seed), list[str](), list[list[Fault]]()
     while sum(map(len, runs)) < num_faults:
@@ -73,7 +75,7 @@ def choose_faults(seed: int, num_faults: int) -> list[list[Fault]]:
         faults: list[Fault] = []
         for step in steps[: num_faults - sum(map(len, runs))]:
             if not kinds:
-                kinds = chosen.sample(KINDS, len(KINDS))  # each kind once, before any comes again
+                kinds = chosen.sample(all_kinds, len(all_kinds))  # each kind once, before any comes again
             kind = next((kind for kind in kinds if with_store or kind != "store"), "driver")
             if kind in kinds:
                 kinds.remove(kind)
@@ -118,7 +120,16 @@ def _targets(place: Workplace, kind: str) -> list[psutil.Process]:
     """Return the processes of which a fault strikes one; a full disk strikes all."""
     if kind in SERVICES:
         return _find_service(place, kind)
+    if kind == "environment":
+        return [each for worker in _workers(place, [WORKERS["rollout"]]) for each in _environments(worker)]
     return _workers(place, [WORKERS[kind]] if kind in WORKERS else list(WORKERS.values()))
+
+
+def _environments(worker: psutil.Process) -> list[psutil.Process]:
+    """Return the environment processes of a rollout worker."""
+    with suppress(psutil.NoSuchProcess):
+        return [child for child in worker.children() if _PROGRAM in child.cmdline()]
+    return []
 
 
 def _workers(place: Workplace, roles: Sequence[str]) -> list[psutil.Process]:

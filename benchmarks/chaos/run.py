@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group
 
 from benchmarks.chaos.failing_store import BUCKET, PROTOCOL, install
-from benchmarks.chaos.faults import STEPS, Fault, choose_faults, strike
+from benchmarks.chaos.faults import KINDS, OF_AGENTS, STEPS, Fault, choose_faults, strike
 from benchmarks.chaos.results import Results, leaked_files, leaked_processes, read_results
 from benchmarks.command import Benchmark, Report, option, table, temporary_place
 from tests.support.progress import Deadlock
@@ -26,6 +27,12 @@ CONFIG = (
 )
 FAULTLESS = ("updates_applied_twice", "leaked_bytes", "leaked_processes", "hangs", "tracebacks")  # 0 in a good report
 WORKERS = ("runtime.num_policy_ranks=2", "rollout.num_workers=2")
+AGENT = Path(__file__).parent / "agent.py"
+AGENTS = (
+    f'environment={{kind="program", command=["{{python}}", "{AGENT}"], max_turn_tokens=8}}',
+    *('reward={kind="environment"}', "rollout.max_response_tokens=200", "packing.token_budget=800"),
+    f"rollout.stop_token_ids={[*range(40), 259]}",  # a tiny model rarely ends a turn itself
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +43,19 @@ class Plan:
 
     kills: int = option(10, "faults")
     seed: int = option(0, "seed of the faults and their moments")
+    agents: bool = option(False, "whether rows are trajectories of agents, whose environment processes are killed, too")
 
 
 def measure(plan: Plan) -> Report:
     """Disturb real runs at random moments, resume them, and compare them with an undisturbed run."""
     with temporary_place(Workplace) as place:
-        return disturb(place, plan.kills, plan.seed)
+        kinds = OF_AGENTS if plan.agents else KINDS
+        return disturb(place, plan.kills, plan.seed, [*WORKERS, *(AGENTS if plan.agents else ())], kinds)
 
 
-def disturb(place: Workplace, num_faults: int, seed: int, options: Sequence[str] = WORKERS) -> Report:
+def disturb(
+    place: Workplace, num_faults: int, seed: int, options: Sequence[str] = WORKERS, kinds: Sequence[str] = KINDS
+) -> Report:
     """Run with faults until `num_faults` have struck; the services keep running in between.
 
     Args:
@@ -52,6 +63,7 @@ def disturb(place: Workplace, num_faults: int, seed: int, options: Sequence[str]
         num_faults: The number of faults.
         seed: The seed of the faults and their moments.
         options: Changes to the config of all runs.
+        kinds: The kinds of faults.
 
     Returns:
         `kills`, `resumes`, `identical`, `updates_applied_twice`, `leaked_bytes`, `leaked_processes`, `hangs`,
@@ -64,10 +76,10 @@ def disturb(place: Workplace, num_faults: int, seed: int, options: Sequence[str]
     totals: Counter[str] = Counter()
     faults: list[dict[str, Any]] = []
     identical, number = True, 0
-    planned = choose_faults(seed, num_faults)
+    planned = choose_faults(seed, num_faults, kinds)
     while totals["kills"] < num_faults:
         missed = num_faults - totals["kills"]
-        plan = planned[number] if number < len(planned) else choose_faults(seed + number, missed)[0]
+        plan = planned[number] if number < len(planned) else choose_faults(seed + number, missed, kinds)[0]
         campaign = _Run(place, f"chaos-{number}", [*options, *(_store_options(place) if number % 2 else [])])
         campaign.go(plan[:missed])
         results = read_results(place, campaign.run)

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.chaos.faults import FAULTS_PER_RUN, KINDS, MOMENTS, choose_faults
+from benchmarks.chaos.faults import FAULTS_PER_RUN, KINDS, MOMENTS, OF_AGENTS, choose_faults
 from benchmarks.chaos.run import FAULTLESS, is_passed
 
 SEED = 0
@@ -19,6 +19,11 @@ def test_faults_are_a_function_of_the_seed_and_cover_everything() -> None:
     assert min(Counter(fault.kind for fault in faults).values()) >= 100 // len(KINDS) - 2
     assert {fault.moment for fault in faults} == {*MOMENTS, "start"}
     assert not any(fault.kind == "store" for run in runs[::2] for fault in run)
+
+
+def test_runs_of_agents_have_faults_of_their_own() -> None:
+    kinds = Counter(fault.kind for run in choose_faults(SEED, 30, OF_AGENTS) for fault in run)
+    assert kinds == dict.fromkeys(OF_AGENTS, 10)
 
 
 @pytest.mark.parametrize("name", ["identical", *FAULTLESS])
