@@ -28,7 +28,6 @@ WORKERS = {
 }
 SERVICES = {"prefect": "prefect server", "raylet": "raylet/raylet", "gcs": "gcs_server"}
 KINDS = ("driver", *WORKERS, *SERVICES, "stop", "disk", "store")
-OF_AGENTS = ("environment", "driver", "rollout")  # of runs with agents, most of whose time is theirs
 ENDS_COMMAND = ("driver", "raylet", "gcs", "disk")
 
 # What has just been done when a moment begins; None: the step before.
@@ -42,6 +41,19 @@ STAGES = {
     "publish": "update",
 }
 MOMENTS = (*STAGES, "checkpoint", "clear")
+
+
+class Choice(NamedTuple):
+    """What is chosen from: kinds, and moments with the seconds after them in which a fault strikes."""
+
+    kinds: Sequence[str] = KINDS
+    moments: Sequence[str] = MOMENTS
+    seconds: float = STAGE_SECONDS
+
+
+ANY = Choice()
+# Runs with agents are theirs for most of the time.
+OF_AGENTS = Choice(("environment", "driver", "rollout"), ("rollout", "rollout", "rollout", "put"), 3.0)
 
 
 class Fault(NamedTuple):
@@ -66,7 +78,7 @@ class Fault(NamedTuple):
         return done >= self.step if before is None else run.passed(self.step, before)
 
 
-def choose_faults(seed: int, num_faults: int, all_kinds: Sequence[str] = KINDS) -> list[list[Fault]]:
+def choose_faults(seed: int, num_faults: int, choice: Choice = ANY) -> list[list[Fault]]:
     """Return the faults of each run, in order: a function of the seed."""
     chosen, kinds, runs = random.Random(seed), list[str](), list[list[Fault]]()
     while sum(map(len, runs)) < num_faults:
@@ -75,14 +87,14 @@ def choose_faults(seed: int, num_faults: int, all_kinds: Sequence[str] = KINDS) 
         faults: list[Fault] = []
         for step in steps[: num_faults - sum(map(len, runs))]:
             if not kinds:
-                kinds = chosen.sample(all_kinds, len(all_kinds))  # each kind once, before any comes again
+                kinds = chosen.sample(choice.kinds, len(choice.kinds))  # each kind once, before any comes again
             kind = next((kind for kind in kinds if with_store or kind != "store"), "driver")
             if kind in kinds:
                 kinds.remove(kind)
             can_start = not faults or faults[-1].kind in ENDS_COMMAND
             is_start = can_start and chosen.random() < 1 / 3
-            moment = "start" if is_start else chosen.choice(MOMENTS)
-            delay = chosen.uniform(0, START_SECONDS if is_start else STAGE_SECONDS)
+            moment = "start" if is_start else chosen.choice(choice.moments)
+            delay = chosen.uniform(0, START_SECONDS if is_start else choice.seconds)
             faults.append(Fault(kind, step, moment, round(delay, 3), chosen.randrange(10)))
         runs.append(faults)
     return runs

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Group
 
 from benchmarks.chaos.failing_store import BUCKET, PROTOCOL, install
-from benchmarks.chaos.faults import KINDS, OF_AGENTS, STEPS, Fault, choose_faults, strike
+from benchmarks.chaos.faults import ANY, OF_AGENTS, STEPS, Choice, Fault, choose_faults, strike
 from benchmarks.chaos.results import Results, leaked_files, leaked_processes, read_results
 from benchmarks.command import Benchmark, Report, option, table, temporary_place
 from tests.support.progress import Deadlock
@@ -49,12 +49,12 @@ class Plan:
 def measure(plan: Plan) -> Report:
     """Disturb real runs at random moments, resume them, and compare them with an undisturbed run."""
     with temporary_place(Workplace) as place:
-        kinds = OF_AGENTS if plan.agents else KINDS
-        return disturb(place, plan.kills, plan.seed, [*WORKERS, *(AGENTS if plan.agents else ())], kinds)
+        options = [*WORKERS, *(AGENTS if plan.agents else ())]
+        return disturb(place, plan.kills, plan.seed, options, OF_AGENTS if plan.agents else ANY)
 
 
 def disturb(
-    place: Workplace, num_faults: int, seed: int, options: Sequence[str] = WORKERS, kinds: Sequence[str] = KINDS
+    place: Workplace, num_faults: int, seed: int, options: Sequence[str] = WORKERS, choice: Choice = ANY
 ) -> Report:
     """Run with faults until `num_faults` have struck; the services keep running in between.
 
@@ -63,7 +63,7 @@ def disturb(
         num_faults: The number of faults.
         seed: The seed of the faults and their moments.
         options: Changes to the config of all runs.
-        kinds: The kinds of faults.
+        choice: What the faults are chosen from.
 
     Returns:
         `kills`, `resumes`, `identical`, `updates_applied_twice`, `leaked_bytes`, `leaked_processes`, `hangs`,
@@ -76,10 +76,10 @@ def disturb(
     totals: Counter[str] = Counter()
     faults: list[dict[str, Any]] = []
     identical, number = True, 0
-    planned = choose_faults(seed, num_faults, kinds)
+    planned = choose_faults(seed, num_faults, choice)
     while totals["kills"] < num_faults:
         missed = num_faults - totals["kills"]
-        plan = planned[number] if number < len(planned) else choose_faults(seed + number, missed, kinds)[0]
+        plan = planned[number] if number < len(planned) else choose_faults(seed + number, missed, choice)[0]
         campaign = _Run(place, f"chaos-{number}", [*options, *(_store_options(place) if number % 2 else [])])
         campaign.go(plan[:missed])
         results = read_results(place, campaign.run)
