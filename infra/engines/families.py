@@ -137,6 +137,8 @@ def with_sharing(config: RunConfig) -> tuple[RunConfig, str]:
     line = f"each sample's prompt is computed for itself: {fault}"
     if fault is None:
         line = "a prompt is computed once for its samples in a micro-batch (packing.share_prompts)"
+    if _may_branch(config) and (of_branches := branch_fault(config)) is not None:
+        line += f"; a trajectory that branches fails, as {of_branches}"
     return config.replace(packing=config.packing.replace(share_prompts=fault is None)), line
 
 
@@ -144,7 +146,6 @@ def branch_fault(config: RunConfig) -> str | None:
     """Return why the rows of a run can't branch; None: they can."""
     faults = {
         'packing.kind is "padded"': config.packing.kind == "padded",
-        "rollout.router_replay replays the experts of one path": config.rollout.router_replay,
         "teachers read each row as one path": config.distillation is not None,
     }
     return next((fault for fault, is_so in faults.items() if is_so), None) or _structural_fault(config)
@@ -156,13 +157,16 @@ def _sharing_fault(config: RunConfig) -> str | None:
         "rows of supervised fine-tuning have a prompt of their own": config.sft is not None,
         'packing.kind is "padded"': config.packing.kind == "padded",
         "rollout.router_replay replays the experts of each sample's prompt": config.rollout.router_replay,
-        "an environment of a class or a program may add to each sample's prompt": any(
-            environment.kind != "tools" for environment in config.environments
-        ),
+        "an environment of a class or a program may add to each sample's prompt": _may_branch(config),
     }
     if (fault := next((fault for fault, is_so in faults.items() if is_so), None)) is not None:
         return fault
     return _structural_fault(config)
+
+
+def _may_branch(config: RunConfig) -> bool:
+    """Return whether environments of a run decide on their own chats."""
+    return any(environment.kind != "tools" for environment in config.environments)
 
 
 def _structural_fault(config: RunConfig) -> str | None:

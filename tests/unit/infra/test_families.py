@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from infra.engines.embedded.cache import cache_bytes_per_token
-from infra.engines.families import check_family, engine_fault, with_sharing
+from infra.engines.families import branch_fault, check_family, engine_fault, with_sharing
 from rl_core.planning.throughput import ModelWork
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
@@ -135,6 +135,27 @@ def test_samples_share_prompts_where_family_and_settings_can(
         asked = config.replace(packing=config.packing.replace(share_prompts=True))
         with pytest.raises(ConfigError, match=f"samples can't share a prompt: {reason}.*; leave it out"):
             with_sharing(asked)
+
+
+PROGRAM = {"environment": {"kind": "program", "command": ["agent"]}, "reward": {"kind": "environment"}}
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        ("Qwen3", {}, None),
+        ("Gemma2", {"packing": {"share_prompts": False}}, None),
+        ("Qwen3", {"packing": {"kind": "padded"}}, 'packing.kind is "padded"'),
+        ("Qwen3_5Text", {}, "a qwen3_5_text model: .* recurrent layers"),
+    ],
+)
+def test_why_trajectories_cannot_branch_is_said_before_they_do(
+    family: str, overrides: dict[str, Any], reason: str | None, tmp_path: Path
+) -> None:
+    config = run_of(tmp_path, config_of(family), **PROGRAM, **overrides)
+    assert (branch_fault(config) is None) == (reason is None)
+    said = with_sharing(config)[1].partition("; a trajectory that branches fails, as ")[2]
+    assert re.match(reason or "$", said)
 
 
 def test_sizes_of_layers_that_differ() -> None:
