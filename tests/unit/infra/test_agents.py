@@ -98,12 +98,7 @@ SMOLAGENTS = """
         stop=REMOVE_PARAMETER,
     )
 
-    def forget(step, agent):
-        step.tool_calls = None
-
-    agent = CodeAgent(
-        [add], model, stream_outputs=task["info"]["stream"], verbosity_level=0, step_callbacks=[forget]
-    )
+    agent = CodeAgent([add], model, stream_outputs=task["info"]["stream"], verbosity_level=0)
     answer = agent.run("Begin.")
     print()  # ends what it has printed of a stream
     finish(float(answer))
