@@ -87,7 +87,7 @@ def _sample_held_out(directory: RunDirectory, config: RunConfig, version: int) -
 
 def _score_held_out(directory: RunDirectory, config: RunConfig) -> EvalReport:
     """Score the held-out rows of supervised fine-tuning by the run's policy, as one rank."""
-    check(config)
+    check(config, directory)
     run, store = _here(directory, config)
     worker = SftWorker(run, store=store)
     version = worker.start().version

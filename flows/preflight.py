@@ -14,7 +14,7 @@ from infra.checkpoints.store import open_checkpoints
 from infra.datasets import PromptDataset, PromptRow, load_run_prompts
 from infra.datasets.environments import schemas_of_tools
 from infra.datasets.prompts import check_prompts
-from infra.datasets.sft import SftDataset, check_rows, load_rows, load_train_rows
+from infra.datasets.sft import SftDataset, check_rows
 from infra.datasets.teacher_prompts import TeacherPrompts
 from infra.engines.families import check_family, check_scoring
 from infra.engines.open import find_engine
@@ -36,7 +36,7 @@ from infra.monitors import require_monitors
 from infra.ray.tracing import require_tracing
 from infra.rewards.open import check_reward
 from infra.storage.runs import RunDirectory, require_writable
-from infra.workers.inputs import check_files
+from infra.workers.inputs import check_files, open_rows, with_date
 from rl_core.model_folder import load_config
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.rollout import ProgramRollout, VllmRollout
@@ -46,11 +46,12 @@ from schemas.errors import ChatTemplateError, CheckpointError, ConfigError, Mode
 logger = logging.getLogger(__name__)
 
 
-def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
+def check(config: RunConfig, directory: RunDirectory | None = None, *, runs_here: bool = True) -> PromptDataset:
     """Load the tokenizer, the prompts and the reward function, and check every row and the URLs.
 
     Args:
         config: The run.
+        directory: Its directory, if it exists: the rows of supervised fine-tuning that it keeps aren't encoded again.
         runs_here: Whether it is to run in this environment, whose vLLM is then checked too.
 
     Returns:
@@ -65,7 +66,7 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
 
         load_queries(config.approval.queries)
     tokenizer = load_tokenizer(config.model)
-    prompts = _check_sft(config, tokenizer) if config.sft else _check_rollout(config, tokenizer, runs_here=runs_here)
+    prompts = _check_sft(config, directory) if config.sft else _check_rollout(config, tokenizer, runs_here=runs_here)
     if config.model.lora is not None:
         require_peft()
     require_monitors(config)
@@ -73,11 +74,13 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
     return prompts
 
 
-def _check_sft(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftDataset:
+def _check_sft(config: RunConfig, directory: RunDirectory | None) -> SftDataset:
     """Check what only supervised fine-tuning has, and return the training rows."""
-    rows, path = load_train_rows(config, tokenizer), config.data.eval_path
+    config = with_date(config)  # as the run will have it: what is encoded here is what it keeps
+    rows = open_rows(directory, config, "train")
     check_family(config)
-    check_rows(config, rows, load_rows(path, config, tokenizer) if path else None, max_positions(config.model))
+    held_out = open_rows(directory, config, "held-out") if config.data.eval_path else None
+    check_rows(config, rows, held_out, max_positions(config.model))
     return rows
 
 
@@ -121,7 +124,7 @@ def check_run(config: RunConfig, directory: RunDirectory | None = None) -> None:
     """
     if directory is not None:
         check_files(directory, config)
-    check_capacity(config, check(config))
+    check_capacity(config, check(config, directory))
     if directory is not None:
         check_checkpoint(directory, config)
 

@@ -3,8 +3,6 @@
 import logging
 import time
 from contextlib import suppress
-from datetime import date
-from itertools import chain
 
 from infra.engines.open import engine_versions
 from infra.storage.identity import identity_of, owns_place
@@ -12,9 +10,8 @@ from infra.storage.runs import RunDirectory, installed_versions, resumed_config
 from infra.stores.open import close_store, start_store
 from infra.stores.step_columns import close_other_steps, drop_outdated_steps, drop_steps
 from infra.workers.generate import sync_workers
-from infra.workers.inputs import record_inputs
+from infra.workers.inputs import record_inputs, with_date
 from infra.workers.launch import get_group, kill_workers
-from schemas.config.reward import reward_models
 from schemas.config.run import RunConfig
 from schemas.errors import RunError, StoreError, WorkerLostError
 from schemas.step import PolicyHandle, RunEvent, RunHandle
@@ -35,20 +32,9 @@ def find_or_create_run(config: RunConfig, run_id: str) -> RunDirectory:
     directory = RunDirectory.at(config, run_id)
     if directory.exists:
         return directory
-    config = _with_date(config)
+    config = with_date(config)
     record_inputs(directory, config)  # first: without `config.json`, the directory is not a run yet
     return RunDirectory.create(config, run_id)
-
-
-def _with_date(config: RunConfig) -> RunConfig:
-    from infra.models.load import load_tokenizer  # not at the top: torch is imported with it
-    from rl_core.rewards.model import load_reward_tokenizer
-    from rl_core.rollout.chat import uses_clock
-
-    tokenizers = chain([load_tokenizer(config.model)], map(load_reward_tokenizer, reward_models(config.reward)))
-    if config.data.date is not None or not any(map(uses_clock, tokenizers)):
-        return config
-    return config.replace(data=config.data.with_date(date.today().isoformat()))
 
 
 def change_config(directory: RunDirectory, config: RunConfig) -> RunConfig:

@@ -40,7 +40,7 @@ from infra.storage.identity import claim_identity
 from infra.storage.run_files import MetricsFile
 from infra.storage.runs import RunDirectory
 from infra.stores.open import close_store, open_store
-from infra.workers.inputs import renew_inputs
+from infra.workers.inputs import keep_rows, renew_inputs
 from infra.workers.launch import kill_workers, monitored_workers
 from infra.workers.nodes import check_nodes
 from infra.workers.placement import check_resources
@@ -178,7 +178,9 @@ async def _training_loop(
 ) -> RunHandle:
     """Run all remaining steps; return the run's handle, since its column store may have been replaced."""
     logger, restarts = get_run_logger(), 0
+    rows = asyncio.create_task(asyncio.to_thread(keep_rows, directory, run.config))  # while workers start
     await _start_workers(run)
+    await rows
     policy = await reconcile(run, directory)
     record_event(directory, policy)
     monitors.log_recorded(directory.metrics)

@@ -59,21 +59,29 @@ def demo(
     tiny: Annotated[bool, typer.Option("--tiny", help="2 steps of SFT and 2 of GRPO, which learn nothing.")] = False,
 ) -> None:
     """Generate a data set and a tiny model, fine-tune the model on demonstrations, and improve it with GRPO."""
-    from flows.cli.demo import RECIPE, TINY, demo_folder, demo_overrides, prepare, require_reasoning_gym, sft_overrides
+    from concurrent.futures import ThreadPoolExecutor
+
+    from flows.cli import demo as demo_inputs
     from flows.cli.run import run_training
     from flows.lifecycle.session import prefect_session
 
-    require_reasoning_gym()
+    demo_inputs.require_reasoning_gym()
     last = [f"steps={steps}"] if steps else []
-    config = _load(config_name, [*demo_overrides(seed, tiny), *(overrides or []), *last])
+    config = _load(config_name, [*demo_inputs.demo_overrides(seed, tiny), *(overrides or []), *last])
     if config.rollout.kind == "vllm":
         from infra.engines.vllm.installation import find_vllm
 
         find_vllm(config.rollout.python)  # fail now, not after supervised fine-tuning
-    with prefect_session(config.services, console):
-        sft = _load("demo_sft", sft_overrides(seed, tiny))
-        prepare(console, demo_folder(seed, tiny), config, sft, TINY if tiny else RECIPE)
-        run_training(console, config)
+    sft = _load("demo_sft", demo_inputs.sft_overrides(seed, tiny))
+    made = demo_inputs.demo_folder(seed, tiny), sft, demo_inputs.TINY if tiny else demo_inputs.RECIPE
+    is_made = demo_inputs.is_made(*made)
+    with ThreadPoolExecutor(1) as thread:  # the services start meanwhile
+        inputs = None if is_made else thread.submit(demo_inputs.make_inputs, *made)
+        with prefect_session(config.services, console):
+            if inputs is not None:
+                inputs.result()
+                demo_inputs.prepare(console, config, *made)
+            run_training(console, config)
 
 
 @app.command()

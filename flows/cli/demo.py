@@ -102,29 +102,50 @@ def require_reasoning_gym() -> None:
         raise ConfigError("the demo's problems need reasoning-gym: pip install 'sluice-rl[demo]'")
 
 
-def prepare(console: Console, folder: Path, config: RunConfig, sft: RunConfig, recipe: DemoRecipe) -> None:
-    """Make what the demo's config names, unless it has been made: prompt files, and a fine-tuned model.
+def is_made(folder: Path, sft: RunConfig, recipe: DemoRecipe) -> bool:
+    """Return whether a folder has all that `prepare` makes."""
+    return _marker(folder, sft, recipe).exists()
+
+
+def make_inputs(folder: Path, sft: RunConfig, recipe: DemoRecipe) -> None:
+    """Make the files that supervised fine-tuning and GRPO begin with, and encode the rows of the first.
+
+    This may run in a thread: it only computes.
+
+    Args:
+        folder: See `demo_folder`; what is in it is removed.
+        sft: The config of supervised fine-tuning.
+        recipe: The problems and the model.
+    """
+    from infra.workers.inputs import open_rows
+
+    shutil.rmtree(folder, ignore_errors=True)
+    make_files(folder, sft.seed, recipe)
+    open_rows(None, sft, "train")
+
+
+def prepare(console: Console, config: RunConfig, folder: Path, sft: RunConfig, recipe: DemoRecipe) -> None:
+    """Make the model that the demo's config names: by supervised fine-tuning of that of `make_inputs`.
 
     Args:
         console: Where the summary of supervised fine-tuning goes.
-        folder: See `demo_folder`; what else is in it is removed.
         config: The demo's config.
+        folder: See `demo_folder`.
         sft: The config of supervised fine-tuning, which runs where the demo does.
         recipe: The problems and the model.
     """
     from flows.export import export_run  # not at the top: it imports torch
 
-    marker = folder / f"made-from-{recipe.digest}-{sft.digest}"
-    if marker.exists():
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    make_files(folder, sft.seed, recipe)
     runtime = sft.runtime.replace(runs_dir=config.runtime.runs_dir, device=config.runtime.device)
-    sft = sft.replace(services=config.services, runtime=runtime)
     run_id = new_run_id(sft.name)
-    run_training(console, sft, run_id)
-    export_run(RunDirectory.at(sft, run_id), folder / "model")
-    marker.touch()
+    placed = sft.replace(services=config.services, runtime=runtime)
+    run_training(console, placed, run_id)
+    export_run(RunDirectory.at(placed, run_id), folder / "model")
+    _marker(folder, sft, recipe).touch()
+
+
+def _marker(folder: Path, sft: RunConfig, recipe: DemoRecipe) -> Path:
+    return folder / f"made-from-{recipe.digest}-{sft.digest}"
 
 
 def make_files(folder: Path, seed: int, recipe: DemoRecipe) -> None:

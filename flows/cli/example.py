@@ -92,8 +92,8 @@ def _sft_example(config: RunConfig, rows: SftDataset, tokenizer: PreTrainedToken
     return SftExample(
         num_rows=len(rows),
         num_dropped=rows.num_dropped,
-        num_tokens=sum(each.num_tokens for each in rows),
-        num_loss_tokens=sum(int(each.loss_mask.sum()) for each in rows),
+        num_tokens=int(rows.prompt_lengths.sum() + rows.response_lengths.sum()),
+        num_loss_tokens=rows.num_loss_tokens,
         steps_per_epoch=len(rows) / config.sft.num_rows,
         text="".join(f"{OPEN}{text}{CLOSE}" if at % 2 else text for at, text in enumerate(texts)),
     )

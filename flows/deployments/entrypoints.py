@@ -77,7 +77,8 @@ async def train(config: str, overrides: tuple[str, ...] = (), run_id: str | None
         return Completed(message=f"run {run_id} was complete already: {finished.steps} of {run_config.steps} steps")
     from flows.preflight import check_run  # not at the top: torch is imported with it
 
-    check_run(run_config)
+    directory = RunDirectory.at(run_config, run_id)
+    check_run(run_config, directory if directory.exists else None)
     return await cancellable(_train_in_turn(run_config, run_id))
 
 

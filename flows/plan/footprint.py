@@ -299,7 +299,7 @@ def _first_step(config: RunConfig, data: PromptDataset) -> SimulatedStep:
         loss_tokens=np.array([row.loss_mask.sum() for row in rows], dtype=np.int64),
         samples_per_prompt=1,
         rows_per_prompt=1,
-        max_response_tokens=max(len(row.response_ids) for row in data),
+        max_response_tokens=int(data.response_lengths.max()),
     )
 
 

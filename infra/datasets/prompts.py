@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +42,8 @@ class PromptDataset:
         self._order = RowOrder(sizes=(len(rows),), weights=(1.0,))
         self.num_dropped = num_dropped
 
-    @classmethod
-    def mix(cls, parts: Sequence["PromptDataset"], weights: Sequence[float]) -> Self:
+    @staticmethod
+    def mix(parts: Sequence["PromptDataset"], weights: Sequence[float]) -> "PromptDataset":
         """Mix several files, from which steps take rows in proportion to the weights.
 
         See `infra.datasets.order.RowOrder` for how.
@@ -52,7 +52,7 @@ class PromptDataset:
             parts: The files, each with at least one row.
             weights: One positive number per file; only their ratios matter.
         """
-        mixed = cls([row for part in parts for row in part._rows], sum(part.num_dropped for part in parts))
+        mixed = PromptDataset([row for part in parts for row in part._rows], sum(part.num_dropped for part in parts))
         mixed._order = RowOrder(sizes=tuple(len(part) for part in parts), weights=tuple(weights))
         return mixed
 

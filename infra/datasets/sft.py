@@ -1,17 +1,23 @@
 """Rows with given answers, for supervised fine-tuning: chats, prompts with completions, texts, and tokens.
 
-A row's prompt is what comes before its first token with loss, its response what follows up to the last one.
+A row's prompt is what comes before its first token with loss, its response what follows up to the last one. Encoded
+rows are an Arrow file, which is mapped: a data set's size is not bounded by a process's memory.
 """
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator
+import mmap
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import chain
+from functools import cached_property, lru_cache, partial
+from itertools import chain, islice
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets.columns import (
@@ -23,9 +29,11 @@ from infra.datasets.columns import (
     sft_columns,
 )
 from infra.datasets.files import read_rows
+from infra.datasets.order import RowOrder
 from infra.datasets.prompts import PromptDataset, PromptRow
 from infra.datasets.rows import parse_messages, without_nulls
 from infra.models.load import num_embeddings, stop_token_ids
+from rl_core.columns.jagged import jagged, row_lengths, token_dtype
 from rl_core.rollout.chat import ChatTemplate, LeftOut, Shape, shape_of
 from rl_core.rollout.control_tokens import Messages
 from schemas.config.run import RunConfig
@@ -35,6 +43,7 @@ from schemas.metrics import Metrics, Single
 logger = logging.getLogger(__name__)
 
 _MAX_CHATS, _MAX_SHAPES = 32, 1000  # kept, however many lists of tools and shapes of chats there are
+_BATCH_ROWS = 1024  # of each record batch of a file of encoded rows but the last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +59,46 @@ class SftRow(PromptRow):
         return len(self.prompt_ids) + len(self.response_ids)
 
 
+def token_columns(rows: Sequence[SftRow], dtype: np.dtype[Any]) -> dict[str, pa.LargeListArray]:
+    """Return rows as jagged columns: `prompt_ids` and `response_ids` of a dtype, and `loss_mask`. There may be none."""
+    columns = {
+        "prompt_ids": ([row.prompt_ids for row in rows], dtype),
+        "response_ids": ([row.response_ids for row in rows], dtype),
+        "loss_mask": ([row.loss_mask for row in rows], np.dtype(bool)),
+    }
+    return {
+        name: jagged(
+            np.concatenate([np.empty(0, kind), *values]).astype(kind), np.array(list(map(len, values)), np.int64)
+        )
+        for name, (values, kind) in columns.items()
+    }
+
+
 class SftDataset(PromptDataset):
-    """The usable rows of one or several files."""
+    """The usable rows of one or several files, of which a row is made of its columns when it is asked for.
+
+    Args:
+        content: An Arrow file of `token_columns`, in batches of `_BATCH_ROWS` rows; mapped, as a rule.
+        sizes: The number of rows of each file, in the order of their rows.
+        weights: One positive number per file, see `RowOrder`.
+        num_dropped: The number of rows dropped because they are too long.
+    """
+
+    def __init__(self, content: pa.Buffer, sizes: Sequence[int], weights: Sequence[float], num_dropped: int) -> None:
+        super().__init__([], num_dropped)
+        reader = pa.ipc.open_file(content)
+        self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        self._order = RowOrder(sizes=tuple(sizes), weights=tuple(weights))
+        self.content, self.sizes = content, tuple(sizes)
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
 
     def __getitem__(self, index: int) -> SftRow:
-        row = super().__getitem__(index)
-        assert isinstance(row, SftRow), "a data set for supervised fine-tuning has rows with answers"
-        return row
+        batch, row = self._batches[index // _BATCH_ROWS], index % _BATCH_ROWS
+        columns = (batch[name][row].values for name in ("prompt_ids", "response_ids", "loss_mask"))
+        prompt, response, mask = (column.to_numpy(zero_copy_only=False) for column in columns)
+        return _sft_row(prompt.astype(np.int32), response.astype(np.int32), mask)
 
     def __iter__(self) -> Iterator[SftRow]:
         return (self[index] for index in range(len(self)))
@@ -65,53 +107,74 @@ class SftDataset(PromptDataset):
         """Return the number of epochs up to the end of a step, of `num_rows` rows each."""
         return {"epoch": Single(value=(step + 1) * num_rows / len(self))}
 
+    @cached_property
+    def prompt_lengths(self) -> NDArray[np.int64]:
+        """The tokens of each prompt: [N]."""
+        return self._lengths("prompt_ids")
+
+    @cached_property
+    def response_lengths(self) -> NDArray[np.int64]:
+        """The tokens of each response: [N]."""
+        return self._lengths("response_ids")
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(self.prompt_lengths.max())
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """The tokens with loss of all rows."""
+        return sum(pc.sum(batch["loss_mask"].flatten()).as_py() for batch in self._batches)
+
     @property
     def longest(self) -> int:
         """Tokens of the longest row."""
-        return max(row.num_tokens for row in self)
+        return int((self.prompt_lengths + self.response_lengths).max())
+
+    def _lengths(self, name: str) -> NDArray[np.int64]:
+        return np.concatenate([row_lengths(batch[name]) for batch in self._batches])
 
 
 def load_train_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftDataset:
-    """Read the rows of a run's training data, of one source or several.
+    """Read and encode the rows of a run's training data, of one source or several.
 
     Raises:
-        DataError: See `load_rows`.
+        DataError: See `encode_rows`.
     """
     sources = config.data.train_sources
-    parts = [load_rows(source.path, config, tokenizer) for source in sources]
-    return SftDataset.mix(parts, [source.weight for source in sources])
+    return encode_rows([source.path for source in sources], config.data.source_weights, config, tokenizer)
 
 
 def load_rows(path: str, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftDataset:
-    """Read and encode the rows at a path.
+    """Read and encode the rows at one path, see `encode_rows`."""
+    return encode_rows([path], [1.0], config, tokenizer)
+
+
+def encode_rows(
+    paths: Sequence[str], weights: Sequence[float], config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> SftDataset:
+    """Read and encode the rows at some paths. They are in a file without a name, which is gone with the process.
 
     Args:
-        path: A file, a folder or a pattern, see `infra.datasets.files.data_files`.
+        paths: A file, a folder or a pattern each, see `infra.datasets.files.data_files`.
+        weights: One positive number per path.
         config: The run, with a section `sft`.
-        tokenizer: The tokenizer, with the chat template if the rows are chats.
+        tokenizer: The tokenizer, with the chat template if rows are chats.
 
     Raises:
-        DataError: The file can't be read, or a row is unusable; the message names file, row (from 1) and column.
+        DataError: A file can't be read, or a row is unusable; the message names file, row (from 1) and column.
     """
-    assert config.sft is not None, "only supervised fine-tuning has rows with answers"
-    encoder, limit = _Encoder(config, tokenizer), config.sft.max_tokens
-    rows, too_long = list[PromptRow](), 0
-    for number, given in enumerate(read_rows(path, sft_columns), start=1):
-        row = encoder.encode(f"{path}, row {number}", given)
-        if row.num_tokens <= limit:
-            rows.append(row)
-        elif config.data.overlong == "drop":
-            too_long += 1
-        else:
-            raise DataError(
-                f"{path}, row {number}: it has {row.num_tokens} tokens, more than sft.max_tokens = {limit}; raise "
-                'that, or set data.overlong = "drop" to drop such rows'
-            )
-    if not rows:
-        raise DataError(f"{path} has no rows" + (f" of at most sft.max_tokens = {limit}; raise that" * bool(too_long)))
-    if too_long:
-        logger.warning("%s: dropped %d of %d rows, longer than %d tokens", path, too_long, too_long + len(rows), limit)
-    return SftDataset(rows, num_dropped=too_long)
+    reader, dtype = _Reader(config, tokenizer), token_dtype(num_embeddings(config.model))
+    rows = chain.from_iterable(map(reader.read, paths))
+    with TemporaryFile() as file:
+        with pa.ipc.new_file(file, pa.record_batch(token_columns([], dtype)).schema) as writer:
+            while batch := [*islice(rows, _BATCH_ROWS)]:
+                writer.write_batch(pa.record_batch(token_columns(batch, dtype)))
+        file.flush()
+        content = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    logger.info("encoded %d rows of %s", sum(reader.sizes), ", ".join(paths))
+    return SftDataset(content, reader.sizes, weights, reader.num_dropped)
 
 
 def check_rows(config: RunConfig, rows: SftDataset, held_out: SftDataset | None, num_positions: int) -> None:
@@ -132,6 +195,50 @@ def check_rows(config: RunConfig, rows: SftDataset, held_out: SftDataset | None,
             f"the longest row has {longest} tokens, more than packing.token_budget = {config.packing.token_budget}; "
             f"raise it to at least {longest}, or {advice}"
         )
+
+
+class _Reader:
+    """Reads and encodes files, and counts their rows.
+
+    Args:
+        config: The run.
+        tokenizer: The tokenizer.
+
+    Attributes:
+        sizes: The usable rows of each file that is read.
+        num_dropped: Those that are too long, of all.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        assert config.sft is not None, "only supervised fine-tuning has rows with answers"
+        self._encoder, self._limit = _Encoder(config, tokenizer), config.sft.max_tokens
+        self._drops = config.data.overlong == "drop"
+        self.sizes, self.num_dropped = list[int](), 0
+
+    def read(self, path: str) -> Iterator[SftRow]:
+        """Yield the usable rows at a path; see `encode_rows`."""
+        num_rows, too_long, limit = 0, 0, self._limit
+        for number, given in enumerate(read_rows(path, sft_columns), start=1):
+            row = self._encoder.encode(f"{path}, row {number}", given)
+            if row.num_tokens <= limit:
+                num_rows += 1
+                yield row
+            elif self._drops:
+                too_long += 1
+            else:
+                raise DataError(
+                    f"{path}, row {number}: it has {row.num_tokens} tokens, more than sft.max_tokens = {limit}; raise "
+                    'that, or set data.overlong = "drop" to drop such rows'
+                )
+        if not num_rows:
+            advice = f" of at most sft.max_tokens = {limit}; raise that" * bool(too_long)
+            raise DataError(f"{path} has no rows{advice}")
+        if too_long:
+            logger.warning(
+                "%s: dropped %d of %d rows, longer than %d tokens", path, too_long, too_long + num_rows, limit
+            )
+        self.sizes.append(num_rows)
+        self.num_dropped += too_long
 
 
 class _Encoder:
@@ -179,15 +286,7 @@ class _Encoder:
             raise DataError(f"{place}: none of its tokens has a loss; give it an answer, or remove it")
         first, last = (int(at) for at in np.flatnonzero(mask)[[0, -1]])
         tokens = np.array(ids, dtype=np.int32)
-        return SftRow(
-            prompt_ids=tokens[:first],
-            prompt_text="",
-            answer="",
-            info={},
-            data_source="",
-            response_ids=tokens[first : last + 1],
-            loss_mask=mask[first : last + 1],
-        )
+        return _sft_row(tokens[:first], tokens[first : last + 1], mask[first : last + 1])
 
     def _join_tokens(self, place: str, prompt: Any, response: Any, mask: Any) -> tuple[list[int], list[range]]:
         """Return the tokens of prompt and response as they are, and where those with loss are."""
@@ -254,6 +353,18 @@ class _Encoder:
         """Return the chat template with some tools, and what it leaves out of chats of a shape."""
         chat = ChatTemplate(self._tokenizer, self._config.data.chat_template_kwargs, json.loads(tools_json))
         return chat, lru_cache(_MAX_SHAPES)(partial(chat.find_left_out, with_prompt=False))
+
+
+def _sft_row(prompt_ids: NDArray[np.int32], response_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> SftRow:
+    return SftRow(
+        prompt_ids=prompt_ids,
+        prompt_text="",
+        answer="",
+        info={},
+        data_source="",
+        response_ids=response_ids,
+        loss_mask=loss_mask,
+    )
 
 
 def _parse_chat(place: str, name: str, value: Any) -> Messages:

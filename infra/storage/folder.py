@@ -1,6 +1,7 @@
 """A folder on any fsspec file system: atomic and exclusive writes, mapped reads, and no path that leads out of it."""
 
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Record = TypeVar("Record", bound=BaseModel)
+_UPLOAD_BYTES = 2**26  # that are in memory at a time
 
 
 @contextmanager
@@ -139,6 +141,22 @@ class Folder:
         with pa.memory_map(self._path(name)) as file:
             return file.read_buffer()
 
+    def map_copy(self, name: str) -> "pa.Buffer":
+        """Map a file; of a remote file system, a copy on this machine's disk, which is gone with the last reader.
+
+        Raises:
+            OSError: There is no such file, or it can't be read.
+        """
+        import pyarrow as pa  # not at the top: see `map`
+
+        if (mapped := self.map(name)) is not None:
+            return mapped
+        with tempfile.NamedTemporaryFile(prefix="sluice-") as file:
+            with self._reached():
+                self._fs.get_file(self._path(name), file.name)
+            with pa.memory_map(file.name) as copied:
+                return copied.read_buffer()
+
     def read_ranges(self, name: str, ranges: list[tuple[int, int]]) -> list[bytes]:
         """Read byte ranges of a file, in one request if the file system supports it."""
         starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
@@ -162,6 +180,19 @@ class Folder:
         else:
             with self._reached():
                 self._fs.pipe_file(path, _as_bytes(data))
+
+    def write_large(self, name: str, data: "pa.Buffer") -> None:
+        """Replace a file by what memory need not hold at once, such as a mapped buffer.
+
+        On a remote file system, a kill may leave a part of it: write what tells readers of it afterwards.
+        """
+        if self.is_local:
+            self.write(name, data)
+            return
+        content = memoryview(data)
+        with self._reached(), self._fs.open(self._path(name), "wb") as file:
+            for start in range(0, len(content), _UPLOAD_BYTES):
+                file.write(content[start : start + _UPLOAD_BYTES])
 
     def create(self, name: str, data: bytes) -> None:
         """Write a file that must not exist yet: of two writers, one wins.

@@ -1,22 +1,40 @@
-"""`inputs.json`: digests of the data, the tokenizer and the modules that a run was given, with which it goes on."""
+"""What a run was given and goes on with: digests of it, in `inputs.json`; and of `[sft]`, the encoded rows, in `rows/`.
 
+The rows of supervised fine-tuning are encoded once, by the run's driver, and every process maps them. A file of them is
+written before the record that names what they were made from and their checksum: one without a record doesn't count.
+"""
+
+import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from datetime import date
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import xxhash
+from pydantic import NonNegativeInt, PositiveInt
 
 from infra.storage.folder import read_record
 from infra.storage.runs import RunDirectory
 from schemas.base import Frozen
-from schemas.config.reward import FunctionReward, GroupFunctionReward, WeightedReward
+from schemas.config.reward import FunctionReward, GroupFunctionReward, WeightedReward, reward_models
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from infra.datasets.sft import SftDataset
+
 logger = logging.getLogger(__name__)
 
+RowSet = Literal["train", "held-out"]
 _NAME = "inputs.json"
+_ROWS = "rows"
+_KEPT = 4  # sets of rows that this process has encoded
+_encoded: "dict[str, SftDataset]" = {}  # by fingerprint: the check of a run encodes rows before it has a directory
 _BLOCK_BYTES = 2**20
 _TOKENIZER_FILES = (  # of a model's folder; on them, the tokens of prompts and the ends of responses depend
     "tokenizer*",
@@ -36,6 +54,18 @@ class RunInputs(Frozen):
     data: dict[str, str]  # the digest of the files of each path
     tokenizer: str = ""  # the digest of the model folder's files of it; empty: the model is on the hub
     code: dict[str, str]  # the digest of the source of each module of rewards and environments
+
+
+def with_date(config: RunConfig) -> RunConfig:
+    """Return the config that a new run is given: if a chat template asks for the date, with today's, which stays."""
+    from infra.models.load import load_tokenizer  # here: transformers and torch are imported with these
+    from rl_core.rewards.model import load_reward_tokenizer
+    from rl_core.rollout.chat import uses_clock
+
+    tokenizers = chain([load_tokenizer(config.model)], map(load_reward_tokenizer, reward_models(config.reward)))
+    if config.data.date is not None or not any(map(uses_clock, tokenizers)):
+        return config
+    return config.replace(data=config.data.with_date(date.today().isoformat()))
 
 
 def record_inputs(directory: RunDirectory, config: RunConfig) -> None:
@@ -91,6 +121,124 @@ def renew_inputs(directory: RunDirectory, config: RunConfig) -> None:
     check_inputs(directory, config)
     if has_record(directory):
         record_inputs(directory, config)
+
+
+class _RowsRecord(Frozen):
+    """A file of encoded rows."""
+
+    format: Literal[1] = 1  # to be raised when an earlier Sluice can't read what is written, or encodes otherwise
+    fingerprint: str  # of data, tokenizer and settings
+    checksum: str
+    sizes: tuple[PositiveInt, ...]  # rows of each path
+    num_dropped: NonNegativeInt
+
+
+def open_rows(directory: RunDirectory | None, config: RunConfig, rows: RowSet) -> "SftDataset":
+    """Return encoded training or held-out rows: the run's own, or those that this process has encoded or encodes now.
+
+    The run's are taken only if they were made from this data, tokenizer and config.
+
+    Args:
+        directory: The run; None: it has no directory yet.
+        config: Its config, with a section `sft` and, for held-out rows, `data.eval_path`.
+        rows: Which rows.
+
+    Raises:
+        DataError: See `encode_rows`.
+    """
+    fingerprint = _fingerprint(config, rows)
+    found = None if directory is None else _stored_rows(directory, config, rows, fingerprint)
+    return _encode(config, rows, fingerprint) if found is None else found
+
+
+def keep_rows(directory: RunDirectory, config: RunConfig) -> None:
+    """Write the encoded rows of supervised fine-tuning to a run's directory, unless it has them.
+
+    Raises:
+        DataError: See `encode_rows`.
+    """
+    if config.sft is None:
+        return
+    for rows in _row_sets(config):
+        fingerprint = _fingerprint(config, rows)
+        if _stored_rows(directory, config, rows, fingerprint) is not None:
+            continue
+        made, folder = _encode(config, rows, fingerprint), directory.folder.within(_ROWS)
+        folder.remove(f"{rows}.json")  # first: a file of rows and a record belong together
+        folder.write_large(f"{rows}.arrow", made.content)
+        record = _RowsRecord(
+            fingerprint=fingerprint,
+            checksum=_checksum(made.content),
+            sizes=made.sizes,
+            num_dropped=made.num_dropped,
+        )
+        folder.write(f"{rows}.json", record.model_dump_json(indent=2).encode())
+        if folder.is_local:  # the file without a name, which takes as much of the disk, isn't needed any more
+            _encoded[fingerprint] = _stored_rows(directory, config, rows, fingerprint) or made
+
+
+def _stored_rows(directory: RunDirectory, config: RunConfig, rows: RowSet, fingerprint: str) -> "SftDataset | None":
+    """Return the rows that a run keeps; None if it has none that were made from this, or they are damaged."""
+    from infra.datasets.sft import SftDataset  # here: transformers is imported with it
+
+    folder, advice = directory.folder.within(_ROWS), "the rows are encoded again"
+    try:
+        if (record := read_record(folder, f"{rows}.json", _RowsRecord, advice)) is None:
+            return None
+        if record.fingerprint != fingerprint:
+            logger.info("%s has the %s rows of other data, tokenizer or settings: %s", folder.place, rows, advice)
+            return None
+        content = folder.map_copy(f"{rows}.arrow")
+    except (RunError, OSError) as error:
+        logger.warning("the %s rows in %s can't be read: %s; %s", rows, folder.place, error, advice)
+        return None
+    if (checksum := _checksum(content)) != record.checksum:
+        logger.warning(
+            "%s/%s.arrow is damaged: its checksum is %s, expected %s; %s",
+            *(folder.place, rows, checksum, record.checksum, advice),
+        )
+        return None
+    return SftDataset(content, record.sizes, _row_sets(config)[rows][1], record.num_dropped)
+
+
+def _encode(config: RunConfig, rows: RowSet, fingerprint: str) -> "SftDataset":
+    from infra.datasets.sft import encode_rows  # here: transformers is imported with these
+    from infra.models.load import load_tokenizer
+
+    if fingerprint not in _encoded:
+        made = encode_rows(*_row_sets(config)[rows], config, load_tokenizer(config.model))
+        for oldest in list(_encoded)[: len(_encoded) + 1 - _KEPT]:
+            del _encoded[oldest]
+        _encoded[fingerprint] = made
+    return _encoded[fingerprint]
+
+
+def _row_sets(config: RunConfig) -> dict[RowSet, tuple[list[str], list[float]]]:
+    """Return the paths of each set of rows, and their weights."""
+    data = config.data
+    sets: dict[RowSet, tuple[list[str], list[float]]] = {
+        "train": ([source.path for source in data.train_sources], [source.weight for source in data.train_sources])
+    }
+    return sets | ({"held-out": ([data.eval_path], [1.0])} if data.eval_path else {})
+
+
+def _fingerprint(config: RunConfig, rows: RowSet) -> str:
+    """Return a digest of all that the tokens of rows, and their order, depend on."""
+    assert config.sft is not None
+    folder = Path(config.model.path)
+    values = {
+        "data": [(data_digest(path), weight) for path, weight in zip(*_row_sets(config)[rows], strict=True)],
+        "tokenizer": _tokenizer_digest(folder) or config.model.path,
+        "model": _digest(folder.glob("config.json")),  # the number of token ids, and the tokens that end responses
+        "settings": config.sft.model_dump(mode="json", include={"max_tokens", "loss_on", "tools"}),
+        "overlong": config.data.overlong,
+        "template": config.data.model_dump(mode="json", include={"chat_template_kwargs"}),
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
+
+
+def _checksum(content: "pa.Buffer") -> str:
+    return xxhash.xxh3_128_hexdigest(memoryview(content))
 
 
 def data_digest(path: str) -> str:

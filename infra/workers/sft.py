@@ -2,18 +2,19 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from infra.datasets.sft import SftDataset, SftRow, load_rows, load_train_rows
+from infra.datasets.sft import SftDataset, SftRow, token_columns
 from infra.models.load import load_tokenizer, num_embeddings
-from infra.workers.inputs import check_inputs
+from infra.workers.inputs import check_inputs, open_rows
 from infra.workers.policy import PolicyWorker
 from rl_core.columns.codec import value_dtypes
-from rl_core.columns.jagged import as_tensor, jagged, token_dtype
+from rl_core.columns.jagged import as_tensor, token_dtype
 from rl_core.rollout.chat import decode_texts
 from rl_core.rollout.responses import describe_responses
 from rl_core.training.rows import packed_row
@@ -60,7 +61,7 @@ class SftWorker(PolicyWorker):
         numbers = {"group_id": range(len(rows)), "policy_version": [step] * len(rows)}
         columns = pa.record_batch(
             {
-                **self._token_columns(rows),
+                **token_columns(rows, self._dtype),
                 "reward": pa.nulls(len(rows), pa.float32()),
                 **{name: pa.array(values, pa.string()) for name, values in texts.items()},
                 **{name: pa.array(values, pa.int32()) for name, values in numbers.items()},
@@ -72,8 +73,8 @@ class SftWorker(PolicyWorker):
 
     def held_out_lengths(self) -> tuple[list[int], list[int]]:
         """Return the prompt and response lengths of the held-out rows to score, in tokens."""
-        rows = self._held_out_rows
-        return [len(row.prompt_ids) for row in rows], [len(row.response_ids) for row in rows]
+        rows, count = self._held_out_rows, self._config.eval.num_prompts
+        return rows.prompt_lengths[:count].tolist(), rows.response_lengths[:count].tolist()
 
     def score_held_out(self, plan: ForwardPlan, version: int) -> Metrics:
         """Return loss and accuracy of this rank's held-out tokens, which merge exactly.
@@ -90,7 +91,7 @@ class SftWorker(PolicyWorker):
         loss, num_correct, num_tokens = 0.0, 0, 0
         with self._collective(), torch.no_grad():
             for micro in plan.rank(self._rank):
-                columns = pa.record_batch(self._token_columns([self._held_out_rows[row] for row in micro.rows]))
+                columns = pa.record_batch(token_columns([self._held_out_rows[row] for row in micro.rows], self._dtype))
                 row, mask = packed_row(columns).to(self._module.model.device), as_tensor(columns["loss_mask"])
                 scores = self._module(row, top_k=1)
                 loss -= float(scores.logprobs.cpu()[mask].double().sum())
@@ -105,16 +106,20 @@ class SftWorker(PolicyWorker):
 
     @cached_property
     def _train_rows(self) -> SftDataset:
-        """The training rows: rank 0 reads them when the first step wants some, and a replay never."""
+        """The training rows: rank 0 maps them when the first step wants some, and a replay never."""
         check_inputs(self._directory, self._config)
-        return load_train_rows(self._config, self._tokenizer)
+        return open_rows(self._directory, self._config, "train")
 
     @cached_property
-    def _held_out_rows(self) -> list[SftRow]:
-        path = self._config.data.eval_path
-        assert path is not None, "there are no held-out rows"
+    def _held_out_rows(self) -> SftDataset:
+        """All held-out rows, of which the first `eval.num_prompts` are scored."""
+        assert self._config.data.eval_path is not None, "there are no held-out rows"
         check_inputs(self._directory, self._config)
-        return list(load_rows(path, self._config, self._tokenizer))[: self._config.eval.num_prompts]
+        return open_rows(self._directory, self._config, "held-out")
+
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        return token_dtype(num_embeddings(self._config.model))
 
     def _rows_of(self, step: int) -> list[SftRow]:
         config = self._config
@@ -126,18 +131,3 @@ class SftWorker(PolicyWorker):
         """Return the texts of prompts and responses, with control tokens."""
         prompts, responses = [row.prompt_ids.tolist() for row in rows], [row.response_ids.tolist() for row in rows]
         return decode_texts(self._tokenizer, prompts), decode_texts(self._tokenizer, responses)
-
-    def _token_columns(self, rows: Sequence[SftRow]) -> dict[str, pa.Array]:
-        """Return the columns of the axes `prompt` and `response`; there may be no rows."""
-        dtype = token_dtype(num_embeddings(self._config.model))
-        columns = {
-            "prompt_ids": ([row.prompt_ids for row in rows], dtype),
-            "response_ids": ([row.response_ids for row in rows], dtype),
-            "loss_mask": ([row.loss_mask for row in rows], np.dtype(bool)),
-        }
-        return {
-            name: jagged(
-                np.concatenate([np.empty(0, dtype), *values]).astype(dtype), np.array(list(map(len, values)), np.int64)
-            )
-            for name, (values, dtype) in columns.items()
-        }

@@ -187,7 +187,8 @@ class ChatTemplate:
         A template may write a turn in another way if it is not the last one, such as without its reasoning, or without
         the beginning of reasoning that a prompt ends with: the turn then begins where it departs from the prompt.
         """
-        before, through = self.encode(messages[:number]), self.encode(messages[: number + 1], with_prompt=False)
+        before, is_last = self.encode(messages[:number]), number + 1 == len(messages)
+        through = ids if is_last else self.encode(messages[: number + 1], with_prompt=False)
         start = _num_common(ids, before)
         is_prompted, is_whole = start == len(before), ids[: len(through)] == through
         last = len(through) if is_whole else len(ids)

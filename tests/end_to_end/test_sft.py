@@ -92,6 +92,9 @@ def test_a_killed_run_ends_in_the_same_weights(place: Workplace, whole: Run) -> 
     assert killed.weights(STEPS) == whole.weights(STEPS)
     assert killed.step_metrics() == whole.step_metrics()
     assert killed.evaluations() == whole.evaluations()
+    for run in (whole, killed):  # after the check before the start, no driver and no worker encodes rows
+        assert "policy-0: computing on the CPU" in (log := (run.path / "driver.log").read_text())
+        assert "encoded" not in log
 
 
 def test_ranks_and_packing_change_nothing_but_rounding(place: Workplace, whole: Run) -> None:

@@ -1,14 +1,20 @@
 """A run directory on S3: its lock, its metrics and its log; and what a bucket that can't be used is answered with."""
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from s3fs import S3FileSystem
 
 from flows.preflight import check_urls
+from flows.recovery import find_or_create_run
+from infra.datasets.sft import load_train_rows
+from infra.models.load import load_tokenizer
 from infra.storage import lease
 from infra.storage.driver_lock import driver_lock, find_driver, holds_lock, require_lock
 from infra.storage.driver_log import driver_log
@@ -17,11 +23,15 @@ from infra.storage.lease import Lease, observe_driver
 from infra.storage.lines import SEGMENT_BYTES
 from infra.storage.run_list import list_runs
 from infra.storage.runs import RunDirectory
+from infra.workers import inputs
+from infra.workers.inputs import keep_rows, open_rows
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, RunError, RunTakenOverError
 from schemas.step import RunEvent
 from tests.support.configs import run_config
 from tests.support.s3 import s3_in_environment
+from tests.support.sft import sft_config, write_sums
+from tests.support.tiny import make_tiny_model
 from tests.unit.infra.test_journal import BATCH, RESET, answer, lengths, read, turn, write
 from tests.unit.infra.test_runs import evaluation, step
 
@@ -54,6 +64,30 @@ def test_a_run_is_found_by_id_and_by_url(config: RunConfig, run: RunDirectory) -
         RunDirectory.open(f"{config.runtime.runs_dir}/run-2")
     with pytest.raises(RunError, match="run 'run-1' exists"):
         RunDirectory.create(config, "run-1")
+
+
+def test_a_large_file_is_written_in_parts_and_mapped_from_a_copy(run: RunDirectory) -> None:
+    content = pa.py_buffer(os.urandom(2**20) * 65)
+    for data in (content, content.slice(3)):  # the second replaces the first
+        run.folder.write_large("rows/train.arrow", data)
+        assert RunDirectory(run.url).folder.map_copy("rows/train.arrow").equals(data)
+    with pytest.raises(FileNotFoundError):
+        run.folder.map_copy("rows/held-out.arrow")
+
+
+def test_rows_of_supervised_fine_tuning_are_encoded_once(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_model(tmp_path / "model")
+    write_sums(tmp_path)
+    config = sft_config(tmp_path, runtime=config.runtime.model_dump())
+    run = find_or_create_run(config, "sft-1")
+    keep_rows(run, config)
+    monkeypatch.setattr(inputs, "_encoded", {})  # of another process
+    rows = open_rows(RunDirectory(run.url), config, "train")
+    assert not inputs._encoded
+    expected = load_train_rows(config, load_tokenizer(config.model))
+    assert [row.response_ids.tolist() for row in rows] == [row.response_ids.tolist() for row in expected]
 
 
 def test_small_files_are_there_at_once_for_others(run: RunDirectory) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import flows.recovery
+import infra.workers.inputs
 from flows.recovery import find_or_create_run
 from infra.datasets import load_run_prompts
 from infra.models.load import load_tokenizer
@@ -141,7 +141,7 @@ def test_prompts_have_the_date_of_the_runs_first_day(
         def today(cls) -> datetime.date:
             return datetime.date(2026, 1, cls.number)
 
-    monkeypatch.setattr(flows.recovery, "date", Day)
+    monkeypatch.setattr(infra.workers.inputs, "date", Day)
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE)
     config = find_or_create_run(config, "run-1").config()
     assert config.data.chat_template_kwargs == {"strftime_now": "2026-01-01"}

@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from infra.datasets import PromptRow
-from infra.datasets.sft import SftDataset
+from infra.datasets.sft import SftDataset, token_columns
 from infra.engines.base import Generation
 from infra.environments.slot import Reply
 from infra.environments.trajectory import TrajectoryBuilder, describe
@@ -61,7 +60,11 @@ def rollout_metrics() -> Iterator[Metrics]:
     generated = count_generated(rounds, config)
     yield generated
     yield RolloutHandle(step=3, policy_version=2, shards=keep_rows(config, rounds), generated=generated).metrics
-    yield SftDataset([PromptRow(np.array([1]), "", "", {}, "")]).epoch_metrics(3, 8)
+    rows = pa.record_batch(token_columns([], np.dtype(np.int32)))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, rows.schema):
+        pass
+    yield SftDataset(sink.getvalue(), [1], [1.0], 0).epoch_metrics(3, 8)
     reuse = run_config(data={"reuse": {"num_groups": 2, "max_age": 1}}, correction=TruncatedCorrection(), store=KEPT)
     reused = tuple(ReusedGroup(step=2, group=group) for group in (0, 1))
     yield reuse_metrics(reuse, 3, [shard(0, (1.0, 0.0, 1.0, 0.0)).replace(reused=reused)])

@@ -1,0 +1,229 @@
+"""Rows of supervised fine-tuning: encoded once, kept in the run's directory, and made again if they don't fit."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from flows.preflight import check_run
+from flows.recovery import find_or_create_run
+from infra.datasets.sft import SftDataset, load_rows, load_train_rows
+from infra.models.load import load_tokenizer
+from infra.models.tiny import CHAT_TEMPLATE
+from infra.storage.folder import Folder
+from infra.workers import inputs
+from infra.workers.inputs import RowSet, keep_rows, open_rows
+from schemas.config.run import RunConfig
+from tests.support.sft import sft_config, sums, write_sums
+from tests.support.tiny import make_tiny_model, write_rows
+
+Encodings = Callable[[], int]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[RunConfig]:
+    """The config of a run of 24 rows and 5 held-out ones, in a process that has encoded nothing yet."""
+    make_tiny_model(tmp_path / "model")
+    write_sums(tmp_path)
+    inputs._encoded.clear()
+    yield sft_config(tmp_path, data={"eval_path": str(tmp_path / "heldout.jsonl")})
+    inputs._encoded.clear()
+
+
+@pytest.fixture
+def encodings(caplog: pytest.LogCaptureFixture) -> Encodings:
+    """How many sets of rows were encoded since the last call."""
+    caplog.set_level("INFO")
+
+    def count() -> int:
+        found = sum(record.message.startswith("encoded ") for record in caplog.records)
+        caplog.clear()
+        return found
+
+    return count
+
+
+def in_another_process() -> None:
+    """Forget what this process has encoded, as the next driver or a worker hasn't encoded it."""
+    inputs._encoded.clear()
+
+
+def values(rows: SftDataset) -> list[list[Any]]:
+    return [[row.prompt_ids.tolist(), row.response_ids.tolist(), row.loss_mask.tolist()] for row in rows]
+
+
+def expected(config: RunConfig, rows: RowSet) -> list[list[Any]]:
+    tokenizer = load_tokenizer(config.model)
+    if rows == "train":
+        return values(load_train_rows(config, tokenizer))
+    assert config.data.eval_path is not None
+    return values(load_rows(config.data.eval_path, config, tokenizer))
+
+
+def test_rows_are_encoded_by_the_check_and_never_again(config: RunConfig, encodings: Encodings) -> None:
+    check_run(config)
+    assert encodings() == 2
+    run = find_or_create_run(config, "run-1")
+    keep_rows(run, config)
+    in_another_process()
+    opened = {rows: open_rows(run, config, rows) for rows in ("train", "held-out")}  # as a worker does
+    check_run(config, run)  # as a resume does
+    keep_rows(run, config)
+    assert encodings() == 0
+    for rows, found in opened.items():
+        assert values(found) == expected(config, rows)
+
+
+def test_a_run_without_a_check_encodes_its_rows_once(config: RunConfig, encodings: Encodings) -> None:
+    run = find_or_create_run(config, "run-1")
+    keep_rows(run, config)
+    assert encodings() == 2
+    in_another_process()
+    assert len(open_rows(run, config, "train")) == 24
+    assert encodings() == 0
+
+
+def test_a_check_and_the_run_have_the_same_date(config: RunConfig, encodings: Encodings) -> None:
+    (Path(config.model.path) / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE)
+    check_run(config)
+    run = find_or_create_run(config, "run-1")
+    assert run.config().data.date is not None
+    keep_rows(run, run.config())
+    assert encodings() == 2
+
+
+def other_rows(config: RunConfig) -> RunConfig:
+    write_rows(Path(config.data.train_sources[0].path), [sums(number) for number in range(7)])
+    return config
+
+
+def other_template(config: RunConfig) -> RunConfig:
+    file = Path(config.model.path) / "chat_template.jinja"
+    file.write_text(file.read_text().replace("<|' +", "<| ' +"))
+    return config
+
+
+def other_end(config: RunConfig) -> RunConfig:
+    file = Path(config.model.path) / "generation_config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "eos_token_id": [content["eos_token_id"], 5]}))
+    return config
+
+
+def other_settings(config: RunConfig, **settings: Any) -> RunConfig:
+    assert config.sft is not None
+    return config.replace(sft=config.sft.replace(**settings))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_rows,
+        other_template,
+        other_end,
+        lambda config: other_settings(config, loss_on="last_turn"),
+        lambda config: other_settings(config, max_tokens=199),
+        lambda config: config.replace(data=config.data.replace(overlong="drop")),
+        lambda config: config.replace(data=config.data.replace(train_path=config.data.eval_path)),
+    ],
+)
+def test_rows_of_other_inputs_are_not_taken(
+    config: RunConfig, encodings: Encodings, change: Callable[[RunConfig], RunConfig]
+) -> None:
+    run = find_or_create_run(config, "run-1")
+    keep_rows(run, config)
+    in_another_process()
+    encodings()
+    changed = change(config)
+    assert values(open_rows(run, changed, "train")) == expected(changed, "train")
+    assert encodings() >= 1
+    keep_rows(run, changed)
+    in_another_process()
+    encodings()
+    assert values(open_rows(run, changed, "train")) == expected(changed, "train")
+    assert encodings() == 1  # of `expected`
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_driver_that_is_killed_while_it_writes(
+    config: RunConfig, encodings: Encodings, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = find_or_create_run(config, "run-1"), list[str]()
+
+    class Killed(BaseException):
+        pass
+
+    def killed(original: Callable[..., None]) -> Callable[..., None]:
+        def write(folder: Folder, name: str, data: Any, **options: Any) -> None:
+            calls.append(name)
+            if len(calls) == at + 1:  # half of it is there, under a hidden name or, in a bucket, under its own
+                original(folder, name, data[: len(data) // 2], **options)
+                raise Killed
+            original(folder, name, data, **options)
+
+        return write
+
+    with monkeypatch.context() as patch, suppress(Killed):
+        for name in ("write", "write_large"):
+            patch.setattr(Folder, name, killed(getattr(Folder, name)))
+        keep_rows(run, config)
+    in_another_process()
+    keep_rows(run, config)
+    in_another_process()
+    encodings()
+    found = values(open_rows(run, config, "train")), values(open_rows(run, config, "held-out"))
+    assert encodings() == 0
+    assert found == (expected(config, "train"), expected(config, "held-out"))
+
+
+@pytest.mark.parametrize("name", ["train.arrow", "train.json"])
+@pytest.mark.parametrize("damage", ["a byte", "half", "all", "no file"])
+def test_a_damaged_file_is_made_again(
+    config: RunConfig, encodings: Encodings, damage: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = find_or_create_run(config, "run-1")
+    keep_rows(run, config)
+    in_another_process()
+    encodings()
+    file = run.path / "rows" / name
+    content, half = file.read_bytes(), file.stat().st_size // 2
+    changed = content[:half] + bytes([content[half] ^ 128]) + content[half + 1 :]
+    file.write_bytes({"a byte": changed, "half": content[:half]}.get(damage, b""))
+    if damage == "no file":
+        file.unlink()
+    check_run(config, run)
+    assert ("the rows are encoded again" in caplog.text) == ((name, damage) != ("train.json", "no file"))
+    assert encodings() == 1
+    keep_rows(run, config)
+    in_another_process()
+    encodings()
+    assert len(open_rows(run, config, "train")) == 24
+    assert encodings() == 0
+
+
+def test_runs_of_one_process_have_their_own_weights_of_sources(config: RunConfig, tmp_path: Path) -> None:
+    def first_step(*weights: float) -> list[int]:
+        paths = [str(tmp_path / name) for name in ("rows.jsonl", "heldout.jsonl")]
+        sources = [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]
+        mixed = sft_config(tmp_path, data={"train_path": None, "sources": sources})
+        return open_rows(None, mixed, "train").rows_for_step(0, 8, seed=0, shuffle=False).tolist()
+
+    assert sum(row < 24 for row in first_step(3.0, 1.0)) == 6
+    assert sum(row < 24 for row in first_step(1.0, 1.0)) == 4
+
+
+def test_rows_of_several_batches_take_little_memory(config: RunConfig, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [sums(number) for number in range(3000)])
+    before = pa.total_allocated_bytes()
+    rows = load_train_rows(config, load_tokenizer(config.model))
+    assert pa.total_allocated_bytes() - before < 2**16  # they are mapped
+    lengths = [(len(row.prompt_ids), len(row.response_ids)) for row in rows]
+    assert lengths == list(zip(rows.prompt_lengths, rows.response_lengths, strict=True))
+    assert rows.longest == max(map(sum, lengths))
+    assert rows.num_loss_tokens == sum(int(row.loss_mask.sum()) for row in rows)
+    assert {row.prompt_ids.dtype for row in rows} == {np.dtype(np.int32)}
