@@ -29,6 +29,7 @@ from infra.processes.calls import Call, CallError, Parent, describe, outside_of_
 from infra.processes.threads import ThreadPerCall
 
 MAX_MESSAGES = 64  # of one observation
+OF_OBSERVATIONS = ("observations", "roles", "extras", "tools", "after")  # of replies: what the model is asked
 OF_MESSAGES = ("name", "tool_calls", "tool_call_id")  # what they may have besides role and content
 RESULT = "return (observation, reward, done), or Step(observation, reward, done, metrics)"
 
@@ -230,10 +231,21 @@ class Server:
             await self._make(call, number, task, seed)
         for at, action in enumerate([None, *history] if _keeps_state(self._class) else []):
             limit = self._settings["reset_seconds" if action is None else "step_seconds"]
+            if hasattr(environment := self._environments[number], "expect"):
+                environment.expect(partial(self._is_expected, expected[at], is_reset=action is None))
             with Call(self._parent.mark, number, limit, is_remade=True) as call:
                 reply = await self._ask(call, number, action)
                 if reply != expected[at]:
                     raise CallError("differs", f"its answer {at} is {reply!r:.200}, but was {expected[at]!r:.200}")
+
+    def _is_expected(self, expected: dict[str, Any], observation: object, role: str, *, is_reset: bool) -> bool:
+        """Return whether an environment has this observation again, whose messages have this role."""
+        limit = self._settings["max_observation_characters"]
+        try:
+            found = (read_message if is_reset else read_next)(observation, limit)
+        except CallError:
+            return False
+        return role == expected["role"] and all(found.get(name) == expected.get(name) for name in OF_OBSERVATIONS)
 
     async def _close(self, number: int) -> None:
         environment = self._environments.pop(number, None)

@@ -25,7 +25,7 @@ from typing import Any
 
 from aiohttp import web
 
-from infra.integrations.chat_completions import ChatError, Conversation
+from infra.integrations.chat_completions import ChatError, Conversation, Request
 from infra.integrations.model_apis import MODEL, ModelApi, begin_task, complete, serve
 from infra.processes import lifeline
 from infra.processes.isolated import has_died, kill_group
@@ -131,6 +131,7 @@ class Program:
         self._command = resolve(command)
         self._grade = None if grader is None else load_grader(grader)
         self._conversation = Conversation("the program", None, SETTINGS, sampling, branches=True)
+        self._is_expected: Callable[[Any, str], bool] | None = None
         self._number: str | None = None
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -139,7 +140,7 @@ class Program:
         """Start the program, and return the chat and tools of its first request, which are the trajectory's prompt."""
         self._number, url, key = await gateway().open(self._conversation)
         self._ended = self._start(url, key)
-        request = await self._conversation.next_request(self._ended)
+        request = await self._next_request(lambda request: (request.as_chat(), self.role))
         if request is None:
             how = kill_group(self._started())
             raise ChatError(f"the program ended with {how} before it asked its model anything; {self._said()}")
@@ -151,11 +152,21 @@ class Program:
             raise ChatError(f"the program ended while it waited for its model's turn; {self._said()}")
         turn = json.loads(action)
         self._conversation.answer(turn["text"], turn["usage"])
-        request = await self._conversation.next_request(self._ended)
+        request = await self._next_request(self._conversation.observe)
         if request is None:
             return await self._end()
         observation, self.role = self._conversation.observe(request)
         return Step(observation)
+
+    def expect(self, is_expected: Callable[[Any, str], bool]) -> None:
+        """Note what is asked next, as it was before: that tells it by an observation and the role of its messages."""
+        self._is_expected = is_expected
+
+    async def _next_request(self, observe: Callable[[Request], tuple[Any, str]]) -> Request | None:
+        """Return what the program asks next; None if it has ended."""
+        is_expected, self._is_expected = self._is_expected, None
+        known = None if is_expected is None else lambda request: is_expected(*observe(request))
+        return await self._conversation.next_request(self._ended, known)
 
     async def close(self) -> None:
         """Kill the program and its children, and remove its folder."""

@@ -70,9 +70,16 @@ class Trajectory(Generation):
 
     def reward_info(self) -> dict[str, Any]:
         """Return what a reward function gets in `info`, in addition to the data row's own."""
+        ends = np.cumsum([turn.num_tokens + turn.num_bridge_tokens for turn in self.turns])
+        after = np.searchsorted(ends, self.parents, side="right") + (np.asarray(self.parents) >= 0)
         turns = [
-            {"action": turn.action, "observations": list(turn.observations), "reward": turn.reward}
-            for turn in self.turns
+            {
+                "action": turn.action,
+                "observations": list(turn.observations),
+                "reward": turn.reward,
+                "after": int(number),
+            }
+            for turn, number in zip(self.turns, after, strict=True)
         ]
         return {"turns": turns, "environment_reward": self.reward, "end": self.end}
 
@@ -126,7 +133,8 @@ class TrajectoryBuilder:
     @property
     def context(self) -> np.ndarray:
         """The tokens that the next turn follows: integers [L]."""
-        return self.history[self._path_to(len(self.history) - 1)]
+        start, parent = self._branches[-1]
+        return self.history[self._path_to(parent if start == len(self.history) else len(self.history) - 1)]
 
     def end_of(self, turn: int) -> tuple[int, str]:
         """Return the last token of a turn, the first being 1, as a number in `history`; and the tools of its chat."""

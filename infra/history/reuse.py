@@ -18,6 +18,7 @@ from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
 from infra.stores.offline import open_own_columns
 from rl_core.advantages.base import find_equal
+from rl_core.columns.jagged import BRANCH_COLUMNS, unbranched
 from rl_core.rollout.reuse import draw_groups, reusable_steps
 from rl_core.views import decode_ints, select
 from schemas.batch import BatchHandle
@@ -74,9 +75,17 @@ def read_groups(
         rows = store.read(view, list(filter(is_wanted, stored)))
         own = np.repeat(list(of_groups), [len(each) for each in of_groups.values()])
         at = rows.schema.get_field_index("group_id")
-        tables.append(pa.table(rows.set_column(at, "group_id", pa.array(own, pa.int32()))))
+        tables.append(pa.table(_with_parents(rows.set_column(at, "group_id", pa.array(own, pa.int32())))))
     (rows,) = pa.concat_tables(tables, promote_options="default").combine_chunks().to_batches()
     return rows
+
+
+def _with_parents(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Add the parents of turns, which steps of earlier versions lack: their rows don't branch."""
+    sampled, between, parents = BRANCH_COLUMNS
+    if not {sampled, between} <= set(rows.schema.names) or parents in rows.schema.names:
+        return rows
+    return rows.append_column(parents, unbranched(rows[sampled], rows[between]))
 
 
 def check_source(config: RunConfig, num_positions: int) -> RunDirectory | None:

@@ -121,7 +121,8 @@ def turns_of(columns: dict[str, pa.Array], at: int) -> list[dict[str, Any]]:
 def _branch(parent: int, ends: NDArray[Any], turns: Sequence[dict[str, Any]]) -> str:
     """Return after what a branch goes on."""
     if parent < 0:
-        return "branch at the prompt's end" + (f", less {-1 - parent:,} tokens" if parent < -1 else "")
+        left_out = f", less {-1 - parent:,} token{'s' * (parent < -2)}" if parent < -1 else ""
+        return f"branch at the prompt's end{left_out}"
     turn = int(np.searchsorted(ends, parent, side="right"))
     at = parent + 1 - (int(ends[turn - 1]) if turn else 0)
     sampled = turns[turn]["tokens"]

@@ -8,11 +8,13 @@ interpreters import it, too.
 import asyncio
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rl_core.environments.calls import Call, parse_hermes, without_reasoning
 
+EXPECTED_SECONDS = 5.0  # for which another request waits, when what asks has been started again
 _OF_ROLES = {"assistant": {"reasoning", "reasoning_content", "tool_calls"}, "tool": {"tool_call_id", "name"}}
 _WITHOUT_EFFECT: Mapping[str, Any] = {
     "n": 1,
@@ -147,7 +149,8 @@ class Conversation:
         self._settings, self._values = {"messages", "model", *settings}, {**_WITHOUT_EFFECT, **(values or {})}
         self._asked: list[_Asked] = []
         self._answered: list[_Asked] = []
-        self._requests: asyncio.Queue[_Asked | None] = asyncio.Queue()
+        self._pending: list[_Asked] = []  # in the order in which they came
+        self._news = asyncio.Event()  # a request has come, or the trajectory has failed
         self._current: _Asked | None = None
         self._failure: ChatError | None = None
         self.owner = ""
@@ -187,7 +190,8 @@ class Conversation:
                     return asked.turn
             self._check(messages, tools)
             self._asked.append(asked := _Asked(messages, tools))
-            self._requests.put_nowait(asked)
+            self._pending.append(asked)
+            self._news.set()
             return asked.turn
         except ChatError as error:
             self.fail(error)
@@ -212,21 +216,45 @@ class Conversation:
         message, reasoning = _read_turn(action, number, with_calls=bool(asked.tools))
         asked.turn.set_result(Turn(number, message, reasoning, usage))
 
-    async def next_request(self, ended: "asyncio.Future[Any]") -> Request | None:
-        """Return what the model is asked next; None if what asks ended instead.
+    async def next_request(
+        self, ended: "asyncio.Future[Any]", is_expected: Callable[[Request], bool] | None = None
+    ) -> Request | None:
+        """Return what the model is asked next; None if what asks has ended, whatever it has asked for before.
+
+        Of several requests that wait, it is the one whose chat comes first in an order of texts: it doesn't matter
+        which of them was faster.
+
+        Args:
+            ended: Done when what asks has ended.
+            is_expected: Tells whether a request is the one that came next when the same was asked before. It is waited
+                for, `EXPECTED_SECONDS` at most from another one on. None: any is.
 
         Raises:
             ChatError: The trajectory has failed.
         """
-        waiting = asyncio.create_task(self._requests.get())
-        try:
-            await asyncio.wait({waiting, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure is not None:
-                raise self._failure
-            self._current = waiting.result() if waiting.done() else None
-            return None if self._current is None else self._request_of(self._current)
-        finally:
-            waiting.cancel()
+        await self._wait_for_news(ended, lambda: self._pending)
+        if is_expected is not None and not ended.done():
+            news = self._wait_for_news(ended, lambda: any(map(is_expected, map(self._request_of, self._pending))))
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(news, EXPECTED_SECONDS)
+        if ended.done():
+            return None
+        chosen = [asked for asked in self._pending if is_expected is None or is_expected(self._request_of(asked))]
+        self._current = min(chosen or self._pending, key=lambda asked: (repr(asked.messages), repr(asked.tools)))
+        self._pending.remove(self._current)
+        return self._request_of(self._current)
+
+    async def _wait_for_news(self, ended: "asyncio.Future[Any]", is_there: Callable[[], object]) -> None:
+        """Wait until something is there, or what asks has ended; raises a `ChatError` if the trajectory has failed."""
+        while self._failure is None and not is_there() and not ended.done():
+            self._news.clear()
+            news = asyncio.create_task(self._news.wait())
+            try:
+                await asyncio.wait({news, ended}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                news.cancel()
+        if self._failure is not None:
+            raise self._failure
 
     def observe(self, request: Request) -> tuple[list[str] | dict[str, Any], str]:
         """Return a request after the first turn as an environment's observation, and the role of its texts."""
@@ -239,7 +267,7 @@ class Conversation:
         """Refuse all requests from now on, for this reason or an earlier one."""
         if self._failure is None:
             self._failure = error
-            self._requests.put_nowait(None)  # for who waits for the next one
+            self._news.set()
             for asked in self._asked:
                 if not asked.turn.done():
                     asked.turn.set_exception(error)

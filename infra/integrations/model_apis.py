@@ -18,6 +18,7 @@ from infra.integrations.chat_completions import ChatError, Conversation, Turn
 
 MODEL = "policy"
 MAX_REQUEST_BYTES = 2**24
+ALIVE_SECONDS = 15.0  # between two signs of life to a client that waits for a stream
 UNSIGNED = "unsigned"  # the signature of Anthropic's blocks of reasoning, which clients take for a part of it
 
 Json = dict[str, Any]
@@ -82,15 +83,34 @@ async def complete(
             raise ChatError(f"a request has more than {MAX_REQUEST_BYTES:,} bytes") from None
         except (ValueError, RecursionError) as error:
             raise ChatError(f"a request is not JSON: {error}") from None
-        turn = await asyncio.shield(conversation.ask(chat, owner))
+        asked = conversation.ask(chat, owner)
+        if body.get("stream"):
+            return await _stream(request, asked, api, body)
+        return web.json_response(api.write(await asyncio.shield(asked), body))
     except ChatError as error:
         conversation.fail(error)
         return api.refusal(400, str(error))
-    if not body.get("stream"):
-        return web.json_response(api.write(turn, body))
+
+
+async def _stream(request: web.Request, asked: "asyncio.Future[Turn]", api: ModelApi, body: Json) -> web.StreamResponse:
+    """Answer a request by a turn in parts: it has ended before the first one is sent.
+
+    Raises:
+        ChatError: The trajectory has failed before anything was sent; else the stream ends with that.
+    """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for part in api.stream(turn, body):  # the turn has ended before the first one is sent
+    while not (await asyncio.wait({asked}, timeout=ALIVE_SECONDS))[0]:
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(b": the turn is not there yet\n\n")  # a comment, which clients leave out
+    if not response.prepared:
+        asked.result()
+        await response.prepare(request)
+    try:
+        parts = [*api.stream(asked.result(), body)]
+    except ChatError as error:
+        parts = [api.error(400, str(error))]
+    for part in parts:
         event = f"event: {part['type']}\n" if "type" in part else ""
         await response.write(f"{event}data: {json.dumps(part)}\n\n".encode())
     await response.write_eof(api.end.encode())
@@ -312,7 +332,8 @@ def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
 RESPONSES = ModelApi("responses", _read_responses, _write_response, _stream_response, "", _openai_error)
 
 _MESSAGES_IGNORED = {"cache_control"}
-_MESSAGES_DEFAULTS = {"service_tier": "auto", "tool_choice": {"type": "auto"}}
+_MESSAGES_DEFAULTS = {"service_tier": "auto", "thinking": {"type": "disabled"}}
+_AUTO = ({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False})
 _OF_MESSAGES_TOOLS = {"cache_control", "eager_input_streaming", "input_schema", "type"}
 _ANTHROPIC_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
@@ -322,6 +343,8 @@ def _read_messages(body: Json) -> Json:
     chat = _without(body, _MESSAGES_IGNORED, _MESSAGES_DEFAULTS)
     if _wants_reasoning(body):
         del chat["thinking"]
+    if chat.get("tool_choice") in _AUTO:
+        del chat["tool_choice"]
     system, given = chat.pop("system", None), chat.get("messages")
     if isinstance(given, list):
         first = [{"role": "system", "content": system}] if system else []

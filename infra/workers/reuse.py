@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from infra.history.reuse import read_groups
 from infra.history.stored_step import is_scalar, shard_of
-from rl_core.columns.jagged import BRANCH_COLUMNS, flat_values, row_lengths, unbranched
+from rl_core.columns.jagged import flat_values, row_lengths
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.rollout import ReusedGroup, RolloutShard
 from schemas.step import RunHandle
@@ -57,15 +57,7 @@ def copy_groups(
         RunError: A step that they come from is not kept.
         StoreError: Columns are lost or damaged.
     """
-    return _with_parts(_with_parents(read_groups(run, reused, groups)), reward_parts)
-
-
-def _with_parents(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Add the parents of turns, which steps of earlier versions lack: their rows don't branch."""
-    sampled, between, parents = BRANCH_COLUMNS
-    if sampled not in rows.schema.names or parents in rows.schema.names:
-        return rows
-    return rows.append_column(parents, unbranched(rows[sampled], rows[between]))
+    return _with_parts(read_groups(run, reused, groups), reward_parts)
 
 
 def _with_parts(rows: pa.RecordBatch, reward_parts: Sequence[str]) -> pa.RecordBatch:

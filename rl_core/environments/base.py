@@ -67,9 +67,9 @@ class Environment(Protocol):
         """Answer the model's turn, given as text with its special tokens, but without the one that ended it.
 
         The trajectory branches if the observation is a dict: with `observation`, one or several texts, and `after`, the
-        number of an earlier turn, from 1 on, they follow that one. With `messages`, as of a reset, and `tools`, the
-        next turn is asked for with another chat, such as one with a summary of what was; it has in common with an
-        earlier chat the tokens that both begin with.
+        number of an earlier turn, from 1 on, they follow that one. With `messages`, as of a reset, and `tools` (those
+        of the reset don't count for it), the next turn is asked for with another chat, such as one with a summary of
+        what was; it has in common with an earlier chat the tokens that both begin with.
         """
         ...
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
 from infra.datasets import PromptRow
 from infra.datasets.environments import schemas_of_tools
@@ -208,3 +209,25 @@ def test_a_branch_that_rows_of_the_run_cannot_have_is_a_failure(tmp_path: Path) 
     (row,) = play(GivenTurns(["ab"]), ["5"], program(tmp_path, code, max_turns=4), branch_fault=lambda: "it is padded")
     assert row.failure == "turn 1: the trajectory branches, but it is padded"
     assert (row.end, row.num_branches) == ("failed", 0)
+
+
+RESTARTING = """
+class Restarting:
+    def __init__(self, task, seed):
+        self._prompt = task["prompt"]
+
+    def reset(self):
+        pass
+
+    def step(self, action):
+        return {"messages": self._prompt}, 0.5, action == "b"
+"""
+
+
+def test_a_chat_that_is_asked_for_again_has_another_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "restarting.py").write_text(RESTARTING)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine = GivenTurns(["ab"])
+    (row,) = play(engine, ["5"], ClassEnvironment(kind="class", path="restarting:Restarting", num_processes=1))
+    assert (row.failure, row.end, row.reward, row.parents) == (None, "done", 1.0, (-1, -1))
+    assert engine.prompts == ["<|user|>2 + 3 =<|assistant|>"] * 2  # and nothing of the first turn

@@ -149,7 +149,7 @@ def test_an_agent_writes_code(tmp_path: Path) -> None:
     texts = ["Thought: I add.\n<code>\nprint(add(2, 3))\n</code>", "<code>\nfinal_answer(5 + 6)\n</code>"]
     prompts, answers, ends = play(tmp_path, SMOLAGENTS, "", texts)
     assert [prompt.observations[1] for prompt in prompts] == ["New task:\nBegin."] * 2
-    assert ["Execution logs:\n5\n" in answer.observations[0] for answer in answers] == [True] * 2
+    assert ["Execution logs:\n5\n" in answer.observations[-1] for answer in answers] == [True] * 2
     assert [end.reward for end in ends] == [11.0] * 2
 
 

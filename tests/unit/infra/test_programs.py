@@ -1,5 +1,6 @@
 """Programs as environments: what they may ask, what ends them, and that nothing of them is left."""
 
+import asyncio
 import json
 import os
 import resource
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from infra.integrations.chat_completions import Conversation, Request
 from tests.support.programs import begin, failure, program, program_at, row, started, turns
 from tests.support.progress import wait_until
 
@@ -199,6 +201,49 @@ def test_a_request_that_leaves_the_chat_is_a_branch(
         os.kill(pool.pids[0], 9)
         reply = turns(pool, ["bye"])[0]  # it has been started again, and has asked the same
         assert (reply.reward, reply.done) == (0.5, True)
+
+
+PARALLEL = """
+    from concurrent.futures import ThreadPoolExecutor
+    is_again = os.path.exists(task["info"]["mark"])
+    open(task["info"]["mark"], "w").close()
+    def agent(name, delay):
+        time.sleep(delay)
+        chat = [{"role": "user", "content": name}]
+        for _ in range(2):
+            said = json.loads(post({"messages": chat})[1])["choices"][0]["message"]
+            chat += [said, {"role": "user", "content": f"{name}, more"}]
+    ask()
+    with ThreadPoolExecutor(2) as threads:  # the other one is the first to ask when it is started again
+        list(threads.map(agent, "AB", (0.5, 0.0) if is_again else (0.0, 0.5)))
+    finish(1.0)
+"""
+
+
+def test_parallel_requests_are_answered_in_the_same_order_when_a_program_is_started_again(tmp_path: Path) -> None:
+    with started(program(tmp_path, PARALLEL)) as pool:
+        begin(pool, row(mark=str(tmp_path / "mark")))
+        asked = [turns(pool, [str(number)])[0].observations for number in range(3)]
+        os.kill(pool.pids[0], 9)
+        reply = turns(pool, ["3"])[0]
+        assert reply.failure is None
+        assert {*asked, reply.observations} == {("A",), ("A, more",), ("B",), ("B, more",)}
+        assert turns(pool, ["4"])[0].reward == 1.0
+
+
+def test_what_was_asked_for_before_the_end_is_not_sampled() -> None:
+    async def ask() -> tuple[object, object]:
+        conversation, ended = Conversation("it", branches=True), asyncio.get_running_loop().create_future()
+        for text in "ab":
+            conversation.ask({"messages": [{"role": "user", "content": text}]})
+        first = await conversation.next_request(ended)
+        conversation.answer("one")
+        ended.set_result(None)
+        return first, await conversation.next_request(ended)
+
+    first, second = asyncio.run(ask())
+    assert isinstance(first, Request)
+    assert (first.messages[0].content, second) == ("a", None)
 
 
 def test_a_request_may_follow_an_earlier_turn(tmp_path: Path) -> None:
