@@ -253,10 +253,10 @@ class Episodes:
         requests = []
         limits = [_turn_limit(row, dialogue, sampling) for row, dialogue in zip(rows, dialogues, strict=True)]
         # Neighbors that share prompt and limit are one request, whose prompt is prefilled once.
-        by_start = groupby(zip(rows, limits, strict=True), key=lambda each: (each[0].history.tobytes(), each[1]))
+        by_start = groupby(zip(rows, limits, strict=True), key=lambda each: (each[0].tokens.tobytes(), each[1]))
         for (_, limit), members in by_start:
             same = [row for row, _ in members]
-            requests.append(GenerationRequest(same[0].history, tuple(row.seed for row in same), limit))
+            requests.append(GenerationRequest(same[0].tokens, tuple(row.seed for row in same), limit))
         return requests
 
     def _end_of_turn(
@@ -277,7 +277,7 @@ class Episodes:
         """Note an environment's answer in its row, and find what follows.
 
         Returns:
-            The tokens up to its next turn; the number in its history of the one that they follow, or -1; and why it
+            The tokens up to its next turn; the number in its tokens of the one that they follow, or -1; and why it
             ends, or None.
         """
         nothing = np.empty(0, dtype=np.int64), -1
@@ -316,8 +316,8 @@ class Episodes:
             if reply.after > len(row.turns):
                 raise ChatTemplateError(f"the answer follows turn {reply.after}, but there are {len(row.turns)}")
             parent, row.tools = row.end_of(reply.after or len(row.turns))
-            bridge = dialogue.bridge(reply.role, reply.observations, int(row.history[parent]), row.tools)
-        if parent != len(row.history) - 1 and (fault := self._branch_fault()) is not None:
+            bridge = dialogue.bridge(reply.role, reply.observations, int(row.tokens[parent]), row.tools)
+        if parent != len(row.tokens) - 1 and (fault := self._branch_fault()) is not None:
             raise ChatTemplateError(f"the trajectory branches, but {fault}")
         return bridge, parent
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from aiohttp import web
 
-from infra.integrations.chat_completions import ChatError, Conversation, Request
+from infra.integrations.conversation import ChatError, Conversation, Request
 from infra.integrations.model_apis import MODEL, ModelApi, begin_task, complete, serve
 from infra.processes import lifeline
 from infra.processes.isolated import has_died, kill_group

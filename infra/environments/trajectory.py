@@ -113,12 +113,12 @@ class TrajectoryBuilder:
         is_restarted: bool = False,
     ) -> None:
         self.number, self.seed, self.failure, self.place, self.tools = number, seed, failure, -1, tools
-        self.history = np.asarray(prompt_ids, dtype=np.int64)  # [P + R], prompt and tokens so far, of all branches
+        self.tokens = np.asarray(prompt_ids, dtype=np.int64)  # [P + R], prompt and tokens so far, of all branches
         self.turns: list[Turn] = []
-        self._branches = [(0, -1)]  # where in `history` the tokens of each begin, and the one that they go on from
-        self._parents = [-1]  # of each turn, and of the next one
-        self._ends: list[tuple[int, str]] = []  # of each turn, its last token in `history`, and its chat's tools
-        self._num_prompt = len(self.history)
+        self._branches = [(0, -1)]  # where in `tokens` the tokens of each begin, and the one that they go on from
+        self._parents = [-1]  # of each turn, and of the next one, as `Trajectory.parents`
+        self._ends: list[tuple[int, str]] = []  # of each turn, its last token in `tokens`, and its chat's tools
+        self._num_prompt = len(self.tokens)
         self._logprobs: list[np.ndarray] = []
         self._masks: list[np.ndarray] = []
         self._sampling_masks: list[SamplingMask | None] = []
@@ -128,16 +128,16 @@ class TrajectoryBuilder:
     @property
     def num_tokens(self) -> int:
         """The tokens after the prompt."""
-        return len(self.history) - self._num_prompt
+        return len(self.tokens) - self._num_prompt
 
     @property
     def context(self) -> np.ndarray:
         """The tokens that the next turn follows: integers [L]."""
         start, parent = self._branches[-1]
-        return self.history[self._path_to(parent if start == len(self.history) else len(self.history) - 1)]
+        return self.tokens[self._path_to(parent if start == len(self.tokens) else len(self.tokens) - 1)]
 
     def end_of(self, turn: int) -> tuple[int, str]:
-        """Return the last token of a turn, the first being 1, as a number in `history`; and the tools of its chat."""
+        """Return the last token of a turn, the first being 1, as a number in `tokens`; and the tools of its chat."""
         return self._ends[turn - 1]
 
     def find_beginning(self, token_ids: np.ndarray) -> tuple[int, int]:
@@ -147,22 +147,22 @@ class TrajectoryBuilder:
             token_ids: Integers [L], the chat.
 
         Returns:
-            The number, and that of the last common one in `history`; -1: there is none.
+            The number, and that of the last common one in `tokens`; -1: there is none.
         """
         following = [start for start, _ in self._branches[1:]]
-        ends = sorted({*(start - 1 for start in following), len(self.history) - 1})
+        ends = sorted({*(start - 1 for start in following), len(self.tokens) - 1})
         best = 0, -1
         for end in ends:
             path = self._path_to(end)
             size = min(len(path), len(token_ids))
-            same = self.history[path[:size]] == token_ids[:size]
+            same = self.tokens[path[:size]] == token_ids[:size]
             length = size if same.all() else int(same.argmin())
             if length > best[0]:
                 best = length, int(path[length - 1])
         return best
 
     def _path_to(self, end: int) -> np.ndarray:
-        """Return the numbers of the tokens up to one of `history`, on its path."""
+        """Return the numbers of the tokens up to one of `tokens`, on its path."""
         parts = []
         while end >= 0:
             start, parent = next(branch for branch in reversed(self._branches) if branch[0] <= end)
@@ -174,7 +174,7 @@ class TrajectoryBuilder:
         """Add what the model has sampled."""
         self._append(generation.token_ids, generation.logprobs, generation.sampling_mask, is_sampled=True)
         self.turns.append(Turn(len(generation.token_ids), action))
-        self._ends.append((len(self.history) - 1, self.tools))
+        self._ends.append((len(self.tokens) - 1, self.tools))
 
     def add_answer(self, reply: Reply) -> None:
         """Note what the environment answered to the newest turn."""
@@ -193,10 +193,10 @@ class TrajectoryBuilder:
 
         Args:
             token_ids: Integers [B].
-            parent: The number of the token in `history` that they follow; -1: none.
+            parent: The number of the token in `tokens` that they follow; -1: none.
         """
-        if branches := parent != len(self.history) - 1:
-            self._branches.append((len(self.history), parent))
+        if branches := parent != len(self.tokens) - 1:
+            self._branches.append((len(self.tokens), parent))
         self._parents.append(parent - self._num_prompt)
         everything = SamplingMask(np.zeros(len(token_ids), dtype=np.int32), np.empty(0, dtype=np.int32))
         self._append(token_ids, np.zeros(len(token_ids), dtype=np.float32), everything, is_sampled=False)
@@ -207,7 +207,7 @@ class TrajectoryBuilder:
     def finish(self, end: EpisodeEnd) -> Trajectory:
         """Return the trajectory."""
         return Trajectory(
-            token_ids=self.history[self._num_prompt :].astype(np.int32),
+            token_ids=self.tokens[self._num_prompt :].astype(np.int32),
             logprobs=np.concatenate(self._logprobs),
             finish_reason="stop" if end == "done" else "length",
             sampling_mask=_joined(self._sampling_masks),
@@ -225,7 +225,7 @@ class TrajectoryBuilder:
     def _append(
         self, token_ids: np.ndarray, logprobs: np.ndarray, mask: SamplingMask | None, *, is_sampled: bool
     ) -> None:
-        self.history = np.concatenate([self.history, token_ids])
+        self.tokens = np.concatenate([self.tokens, token_ids])
         self._logprobs.append(logprobs)
         self._masks.append(np.full(len(token_ids), is_sampled))
         self._sampling_masks.append(mask)

@@ -19,7 +19,7 @@ from duckdb.func import FunctionNullHandling, PythonUDFType
 from numpy.typing import NDArray
 
 from infra.history.kept_run import IDS, ROW_VALUES, KeptRun, field_of, wider
-from rl_core.columns.jagged import TURN_COLUMNS
+from rl_core.columns.jagged import BRANCH_COLUMNS, TURN_COLUMNS, branches_of
 from rl_core.views import decode_ints
 from schemas.catalog import Axis
 from schemas.errors import PipelineError, QueryError
@@ -134,6 +134,8 @@ class StepQueries:
         axes: tuple[Axis, ...] = ("row", "prompt", "response", "turn", "sampling_mask")
         for name, dtype in (each for axis in axes for each in self._dtypes(axis).items()):
             yield self._column("rows", field_of(name, dtype), KeptRun.column)
+        if BRANCH_COLUMNS[-1] in self._dtypes("turn"):
+            yield self._column("rows", pa.field("num_branches", pa.int32()), _num_branches)
         yield from ("num_prompt_tokens", "num_response_tokens")
 
     def _tokens(self, view: str, axis: Axis) -> Iterator[str]:
@@ -215,6 +217,15 @@ class StepQueries:
             for name, dtype in run.fields(axis).items():
                 found[name] = wider(name, found.get(name), dtype)
         return found
+
+
+def _num_branches(run: KeptRun, step: int, _: str) -> pa.Array | None:
+    """Return how often each row of a step branches; None if the step has no turns, or is of an earlier version."""
+    turns = [run.column(step, name) for name in BRANCH_COLUMNS]
+    found = [column for column in turns if column is not None]
+    if len(found) < len(turns):
+        return None
+    return pa.array(np.bincount(branches_of(*found).row, minlength=len(found[0])).astype(np.int32))
 
 
 def named_columns(sql: str) -> IsNamed:

@@ -2,7 +2,7 @@
 
 A request of each becomes one of chat completions, which a `Conversation` takes, and the turn that answers it is written
 as its API has it. What would be trained on wrongly stays in the request, and is refused there by its own name. Needs
-what `chat_completions` needs, and aiohttp.
+what `conversation` needs, and aiohttp.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from infra.integrations.chat_completions import ChatError, Conversation, Turn
+from infra.integrations.conversation import ChatError, Conversation, Turn
 
 MODEL = "policy"
 MAX_REQUEST_BYTES = 2**24

@@ -16,7 +16,7 @@ from typing import Any
 import verifiers.v1 as vf
 from aiohttp import ClientSession, ClientTimeout, web
 
-from infra.integrations.chat_completions import ChatError, Conversation, Message
+from infra.integrations.conversation import ChatError, Conversation, Message
 from infra.integrations.model_apis import ModelApi, begin_task, complete, serve
 from rl_core.environments.base import Step, Task
 

@@ -2,7 +2,8 @@
 
 H query heads, K key and value heads, T tokens of one packed row, D head size, S sequences. Work is sum(len^2) over the
 sequences; no mask over the whole row is built. Where sequences share a prompt, its tokens are in the row once, with the
-first of them: the queries of the others are their responses' tokens, and their keys those of the prompt as well.
+first of them: the queries of the others are their responses' tokens, and their keys those of the prompt as well. A
+branch of a response is such a sequence, too: its keys are those of its path.
 """
 
 from collections.abc import Callable, Mapping

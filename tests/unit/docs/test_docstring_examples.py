@@ -17,7 +17,7 @@ MODULES = [
     "rl_core.registry",
     "rl_core.rewards.base",
     "rl_core.rollout.responses",
-    "rl_core.scoring.forward",
+    "rl_core.scoring.packing",
     "rl_core.views",
     "schemas.batch",
     "schemas.catalog",

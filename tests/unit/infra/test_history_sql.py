@@ -124,6 +124,8 @@ def test_advantages_of_tokens_are_their_turns(run: RunDirectory) -> None:
     add_turns(store, run)
     found = rows_of(RunQueries([run]), "select row, list(advantages order by position) as a from tokens group by row")
     assert {row["row"]: row["a"] for row in found} == {0: [1.0, 1.0, 2.0], 1: [3.0, 3.0]}
+    counted = rows_of(RunQueries([run]), "select row, num_branches from rows order by row")
+    assert [row["num_branches"] for row in counted] == [1, 0]
 
 
 def add_turns(store: FsspecColumnStore, run: RunDirectory) -> None:
@@ -138,6 +140,7 @@ def add_turns(store: FsspecColumnStore, run: RunDirectory) -> None:
         "turn_advantages": jagged(pa.array([1.0, 2.0, 3.0], pa.float32()).to_numpy(), [2, 1]),
         "turn_tokens": jagged(pa.array([1, 1, 2], pa.int32()).to_numpy(), [2, 1]),
         "turn_bridge_tokens": jagged(pa.array([1, 0, 0], pa.int32()).to_numpy(), [2, 1]),
+        "turn_parents": jagged(pa.array([-1, -1, -1], pa.int32()).to_numpy(), [2, 1]),
     }
     ref = store.put(ChunkKey(run_id=run.run_id, step=0, stage="rollout"), pa.record_batch(columns))
     dtypes = dict.fromkeys(columns, "int32") | dict.fromkeys(("advantages", "turn_advantages"), "float")

@@ -10,7 +10,7 @@ from aiohttp import ClientSession, web
 
 from infra.environments.open import environment_class
 from infra.environments.program import SETTINGS
-from infra.integrations.chat_completions import Conversation
+from infra.integrations.conversation import Conversation
 from infra.integrations.model_apis import ModelApi, complete, serve
 from schemas.config.environment import ProgramEnvironment
 from schemas.config.rollout import TransformersRollout

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.integrations.chat_completions import Conversation, Request
+from infra.integrations.conversation import Conversation, Request
 from tests.support.programs import begin, failure, program, program_at, row, started, turns
 from tests.support.progress import wait_until
 
