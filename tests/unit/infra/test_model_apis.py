@@ -10,7 +10,8 @@ from aiohttp import ClientSession, web
 
 from infra.environments.open import environment_class
 from infra.environments.program import SETTINGS
-from infra.integrations.conversation import Conversation
+from infra.integrations import model_apis
+from infra.integrations.conversation import ChatError, Conversation
 from infra.integrations.model_apis import ModelApi, complete, serve
 from schemas.config.environment import ProgramEnvironment
 from schemas.config.rollout import TransformersRollout
@@ -301,6 +302,43 @@ async def ask(path: str, body: str) -> tuple[int, dict[str, Any]]:
     url = await serve(answer, "")
     async with ClientSession() as client, client.post(f"{url}/{path}", data=body) as reply:
         return reply.status, await reply.json()
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_client_that_waits_for_a_stream_has_signs_of_life(
+    path: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_apis, "ALIVE_SECONDS", 0.05)
+    status, lines = asyncio.run(wait_for_a_turn(path, fails=fails))
+    assert status == 200
+    assert lines.count(": the turn is not there yet") >= 2
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert all(": " not in line or line.startswith(("event: ", "data: ", ": the")) for line in lines)
+    said = json.dumps(events)
+    assert ("the machine is lost" in said) == fails
+    assert ("a turn" in said) != fails
+
+
+async def wait_for_a_turn(path: str, *, fails: bool) -> tuple[int, list[str]]:
+    """Return the status and the lines of a stream whose turn comes after two signs of life."""
+    conversation = Conversation("the program", None, SETTINGS, {})
+
+    async def answer(request: web.Request, api: ModelApi) -> web.StreamResponse:
+        return await complete(request, conversation, api)
+
+    given = {"input": "hello"} if path == "responses" else {"messages": [{"role": "user", "content": "hello"}]}
+    url, lines = await serve(answer, ""), list[str]()
+    async with ClientSession() as client, client.post(f"{url}/{path}", json={**given, "stream": True}) as reply:
+        while line := await reply.content.readline():
+            lines.append(line.decode().strip())
+            if lines[-1].startswith(":") and lines.count(lines[-1]) == 2:
+                if fails:
+                    conversation.fail(ChatError("the machine is lost"))
+                else:
+                    await conversation.next_request(asyncio.get_running_loop().create_future())
+                    conversation.answer("a turn")
+        return reply.status, lines
 
 
 def test_keys_models_and_counts(tmp_path: Path) -> None:
