@@ -181,14 +181,16 @@ def test_a_driver_that_is_killed_while_it_writes(
     assert found == (expected(config, "train"), expected(config, "held-out"))
 
 
+@pytest.mark.parametrize("process", ["the same", "another"])
 @pytest.mark.parametrize("name", ["train.arrow", "train.json"])
 @pytest.mark.parametrize("damage", ["a byte", "half", "all", "no file"])
 def test_a_damaged_file_is_made_again(
-    config: RunConfig, encodings: Encodings, damage: str, name: str, caplog: pytest.LogCaptureFixture
+    config: RunConfig, encodings: Encodings, damage: str, name: str, process: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = find_or_create_run(config, "run-1")
     keep_rows(run, config)
-    in_another_process()
+    if process == "another":
+        in_another_process()
     encodings()
     file = run.path / "rows" / name
     content, half = file.read_bytes(), file.stat().st_size // 2
@@ -202,8 +204,21 @@ def test_a_damaged_file_is_made_again(
     keep_rows(run, config)
     in_another_process()
     encodings()
-    assert len(open_rows(run, config, "train")) == 24
+    found = values(open_rows(run, config, "train"))
     assert encodings() == 0
+    assert found == expected(config, "train")
+
+
+def test_the_last_sets_of_rows_that_were_checked_are_not_encoded_again(config: RunConfig, encodings: Encodings) -> None:
+    configs = [other_settings(config, max_tokens=200 + number) for number in range(inputs._KEPT + 1)]
+    for each in configs:
+        open_rows(None, each, "train")
+    assert encodings() == len(configs)
+    for each in configs[1:]:
+        open_rows(None, each, "train")
+    assert encodings() == 0
+    open_rows(None, configs[0], "train")
+    assert encodings() == 1
 
 
 def test_runs_of_one_process_have_their_own_weights_of_sources(config: RunConfig, tmp_path: Path) -> None:
