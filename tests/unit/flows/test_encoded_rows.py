@@ -1,7 +1,10 @@
 """Rows of supervised fine-tuning: encoded once, kept in the run's directory, and made again if they don't fit."""
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,16 +12,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from prefect.logging import disable_run_logger
 
+import flows.train
+from flows.lifecycle.cancellation import Notice
 from flows.preflight import check_run
 from flows.recovery import find_or_create_run
+from flows.ui.events import RunEvents
 from infra.datasets.sft import SftDataset, load_rows, load_train_rows
 from infra.models.load import load_tokenizer
 from infra.models.tiny import CHAT_TEMPLATE
+from infra.monitors import Monitors
 from infra.storage.folder import Folder
+from infra.storage.runs import RunDirectory
 from infra.workers import inputs
 from infra.workers.inputs import RowSet, keep_rows, open_rows
 from schemas.config.run import RunConfig
+from schemas.step import RunHandle
 from tests.support.sft import sft_config, sums, write_sums
 from tests.support.tiny import make_tiny_model, write_rows
 
@@ -179,6 +189,55 @@ def test_a_driver_that_is_killed_while_it_writes(
     found = values(open_rows(run, config, "train")), values(open_rows(run, config, "held-out"))
     assert encodings() == 0
     assert found == (expected(config, "train"), expected(config, "held-out"))
+
+
+def train(run: RunDirectory, config: RunConfig) -> Coroutine[Any, Any, RunHandle]:
+    """Return the work of a run's driver, up to where its workers start."""
+    handle = RunHandle(run_id="run-1", identity="run-1", directory=run.url, config=config, store_incarnation="first")
+    monitors, events = Monitors("run-1", []), RunEvents("run-1", run.runs_dir, 0)
+    return flows.train._training_loop(handle, run, monitors, events, Notice(1))
+
+
+def test_rows_that_can_not_be_written_end_a_run_before_its_workers_start(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = find_or_create_run(config, "run-1")
+    (run.path / "rows").write_text("a file, where the folder should be")
+    monkeypatch.setattr(flows.train, "_start_workers", lambda _: pytest.fail("workers were started"))
+    with disable_run_logger(), pytest.raises(OSError, match="rows"):
+        asyncio.run(train(run, config))
+
+
+def test_a_driver_that_is_cancelled_ends_after_what_it_writes(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, is_cancelled, written = find_or_create_run(config, "run-1"), threading.Event(), list[RunDirectory]()
+
+    async def start_workers(_: RunHandle) -> None:
+        await asyncio.Event().wait()
+
+    async def cancel() -> list[RunDirectory]:
+        is_begun = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def write(directory: RunDirectory, _: RunConfig) -> None:
+            loop.call_soon_threadsafe(is_begun.set)
+            is_cancelled.wait()
+            time.sleep(0.2)  # for which a driver that doesn't wait would have ended
+            written.append(directory)
+
+        monkeypatch.setattr(flows.train, "keep_rows", write)
+        driver = asyncio.create_task(train(run, config))
+        await is_begun.wait()
+        driver.cancel()
+        is_cancelled.set()
+        with suppress(asyncio.CancelledError):
+            await driver
+        return list(written)
+
+    monkeypatch.setattr(flows.train, "_start_workers", start_workers)
+    with disable_run_logger():
+        assert asyncio.run(cancel()) == [run]
 
 
 @pytest.mark.parametrize("process", ["the same", "another"])
