@@ -15,6 +15,7 @@ import pytest
 from prefect.logging import disable_run_logger
 
 import flows.train
+from flows.deployments import entrypoints
 from flows.lifecycle.cancellation import Notice
 from flows.preflight import check_run
 from flows.recovery import find_or_create_run
@@ -27,9 +28,10 @@ from infra.storage.folder import Folder
 from infra.storage.runs import RunDirectory
 from infra.workers import inputs
 from infra.workers.inputs import RowSet, keep_rows, open_rows
+from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.step import RunHandle
-from tests.support.sft import sft_config, sums, write_sums
+from tests.support.sft import sft_config, sft_toml, sums, write_sums
 from tests.support.tiny import make_tiny_model, write_rows
 
 Encodings = Callable[[], int]
@@ -105,6 +107,37 @@ def test_a_check_and_the_run_have_the_same_date(config: RunConfig, encodings: En
     assert run.config().data.date is not None
     keep_rows(run, run.config())
     assert encodings() == 2
+
+
+def test_a_deployment_checks_a_run_as_it_goes_on(
+    tmp_path: Path, config: RunConfig, encodings: Encodings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sft.toml").write_text(sft_toml())
+    (Path(config.model.path) / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE)
+    asked = load_config(Path("sft.toml"))
+    begun = asked.replace(data=asked.data.with_date("2026-01-01"))
+    keep_rows(find_or_create_run(begun, "run-1"), begun)
+    in_another_process()
+    encodings()
+
+    async def rename(_: str) -> None:
+        """Do nothing: there is no Prefect server."""
+
+    async def go_on(config: RunConfig, run_id: str) -> tuple[RunConfig, str]:
+        return config, run_id
+
+    async def awaited(work: Coroutine[Any, Any, Any]) -> Any:
+        return await work
+
+    for name, replaced in (("rename_flow_run", rename), ("_train_in_turn", go_on), ("cancellable", awaited)):
+        monkeypatch.setattr(entrypoints, name, replaced)
+    changed = asyncio.run(entrypoints.train.fn("sft.toml", ("steps=9",), "run-1"))
+    assert changed == (begun.replace(steps=9), "run-1")
+    assert encodings() == 0
+    with disable_run_logger():
+        refused = asyncio.run(entrypoints.train.fn("sft.toml", ("seed=1",), "run-1"))
+    assert "can't be resumed with a different seed" in refused.message
 
 
 def other_rows(config: RunConfig) -> RunConfig:
