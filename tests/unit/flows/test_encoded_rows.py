@@ -30,6 +30,7 @@ from infra.workers import inputs
 from infra.workers.inputs import RowSet, keep_rows, open_rows
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
+from schemas.errors import DataError
 from schemas.step import RunHandle
 from tests.support.sft import sft_config, sft_toml, sums, write_sums
 from tests.support.tiny import make_tiny_model, write_rows
@@ -311,6 +312,21 @@ def test_the_last_sets_of_rows_that_were_checked_are_not_encoded_again(config: R
     assert encodings() == 0
     open_rows(None, configs[0], "train")
     assert encodings() == 1
+
+
+def test_a_full_disk_of_temporary_files_is_named(
+    config: RunConfig, small_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = small_memory / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(2**12))
+    with pytest.raises(DataError, match=rf"{folder}, has no space for .*rows\.jsonl.*No space left.*TMPDIR"):
+        check_run(config)
+    (folder / "full").unlink()
+    check_run(config)
 
 
 def test_runs_of_one_process_have_their_own_weights_of_sources(config: RunConfig, tmp_path: Path) -> None:
