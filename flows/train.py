@@ -2,7 +2,9 @@
 
 import asyncio
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -178,9 +180,8 @@ async def _training_loop(
 ) -> RunHandle:
     """Run all remaining steps; return the run's handle, since its column store may have been replaced."""
     logger, restarts = get_run_logger(), 0
-    rows = asyncio.create_task(asyncio.to_thread(keep_rows, directory, run.config))  # while workers start
+    await _keep_rows(directory, run.config)
     await _start_workers(run)
-    await rows
     policy = await reconcile(run, directory)
     record_event(directory, policy)
     monitors.log_recorded(directory.metrics)
@@ -257,6 +258,13 @@ async def _review(run: RunHandle, report: StepReport, reporter: RunReporter) -> 
     failed = await find_failed_queries(run, report.step)
     reporter.queries(report, failed)
     await ask_for_approval(run, report, failed)
+
+
+async def _keep_rows(directory: RunDirectory, config: RunConfig) -> None:
+    """Write the rows of supervised fine-tuning; one that is cancelled ends only after what is being written."""
+    with ThreadPoolExecutor(1) as thread:  # is waited for: what it writes is under the driver's lock
+        loop, context = asyncio.get_running_loop(), copy_context()  # the flow run, for the log
+        await loop.run_in_executor(thread, context.run, keep_rows, directory, config)
 
 
 async def _start_workers(run: RunHandle) -> None:

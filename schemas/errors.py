@@ -213,11 +213,16 @@ def gpu_bytes_in(error: BaseException) -> int:
     return round(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether an error says that a file system has no space, or that a quota is used up."""
+    return isinstance(error, OSError) and error.errno in _NO_SPACE
+
+
 def describe(error: BaseException) -> str:
     """Return any error as one line: its type, the first line of its message, and what to do where that is known."""
     lines = _COLOR.sub("", str(error)).splitlines()
     first = next((line.strip() for line in lines if line.strip()), "no message")
-    if isinstance(error, OSError) and error.errno in _NO_SPACE:
+    if is_disk_full(error):
         return f"the disk is full ({first}): free some space, or move the run to another disk"
     if is_out_of_memory(error):
         return f"{first} Lower packing.token_budget or rollout.batch_prompts, or add ranks (OutOfMemoryError)"

@@ -77,11 +77,15 @@ def demo(
     is_made = demo_inputs.is_made(*made)
     with ThreadPoolExecutor(1) as thread:  # the services start meanwhile
         inputs = None if is_made else thread.submit(demo_inputs.make_inputs, *made)
-        with prefect_session(config.services, console):
-            if inputs is not None:
-                inputs.result()
-                demo_inputs.prepare(console, config, *made)
-            run_training(console, config)
+        try:
+            with prefect_session(config.services, console):
+                if inputs is not None:
+                    inputs.result()
+                    demo_inputs.prepare(console, config, *made)
+                run_training(console, config)
+        finally:
+            if inputs is not None and not inputs.done():
+                console.print("ending, once the demo's files are written")
 
 
 @app.command()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain, islice
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, gettempdir
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from rl_core.columns.jagged import jagged, row_lengths, token_dtype
 from rl_core.rollout.chat import ChatTemplate, LeftOut, Shape, shape_of
 from rl_core.rollout.control_tokens import Messages
 from schemas.config.run import RunConfig
-from schemas.errors import ChatTemplateError, ConfigError, DataError
+from schemas.errors import ChatTemplateError, ConfigError, DataError, is_disk_full
 from schemas.metrics import Metrics, Single
 
 logger = logging.getLogger(__name__)
@@ -163,18 +163,32 @@ def encode_rows(
         tokenizer: The tokenizer, with the chat template if rows are chats.
 
     Raises:
-        DataError: A file can't be read, or a row is unusable; the message names file, row (from 1) and column.
+        DataError: A file can't be read, or a row is unusable; the message names file, row (from 1) and column. Or the
+            disk of the temporary files is full.
     """
     reader, dtype = _Reader(config, tokenizer), token_dtype(num_embeddings(config.model))
     rows = chain.from_iterable(map(reader.read, paths))
+    try:
+        content = _write_unnamed(rows, dtype)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise DataError(
+            f"the folder of temporary files, {gettempdir()}, has no space for the encoded rows of {', '.join(paths)}: "
+            f"{error}; free some there, or set TMPDIR to another folder"
+        ) from None
+    logger.info("encoded %d rows of %s", sum(reader.sizes), ", ".join(paths))
+    return SftDataset(content, reader.sizes, weights, reader.num_dropped)
+
+
+def _write_unnamed(rows: Iterator[SftRow], dtype: np.dtype[Any]) -> pa.Buffer:
+    """Write rows to an Arrow file without a name, see `SftDataset`, and map it."""
     with TemporaryFile() as file:
         with pa.ipc.new_file(file, pa.record_batch(token_columns([], dtype)).schema) as writer:
             while batch := [*islice(rows, _BATCH_ROWS)]:
                 writer.write_batch(pa.record_batch(token_columns(batch, dtype)))
         file.flush()
-        content = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    logger.info("encoded %d rows of %s", sum(reader.sizes), ", ".join(paths))
-    return SftDataset(content, reader.sizes, weights, reader.num_dropped)
+        return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def check_rows(config: RunConfig, rows: SftDataset, held_out: SftDataset | None, num_positions: int) -> None:

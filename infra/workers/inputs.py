@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 RowSet = Literal["train", "held-out"]
 _NAME = "inputs.json"
 _ROWS = "rows"
-_KEPT = 4  # sets of rows that this process has encoded
+_KEPT = 4  # sets of rows that this process has encoded, and no run keeps yet
 _encoded: "dict[str, SftDataset]" = {}  # by fingerprint: the check of a run encodes rows before it has a directory
 _BLOCK_BYTES = 2**20
 _TOKENIZER_FILES = (  # of a model's folder; on them, the tokens of prompts and the ends of responses depend
@@ -173,8 +173,7 @@ def keep_rows(directory: RunDirectory, config: RunConfig) -> None:
             num_dropped=made.num_dropped,
         )
         folder.write(f"{rows}.json", record.model_dump_json(indent=2).encode())
-        if folder.is_local:  # the file without a name, which takes as much of the disk, isn't needed any more
-            _encoded[fingerprint] = _stored_rows(directory, config, rows, fingerprint) or made
+        _encoded.pop(fingerprint, None)  # the file without a name, which takes as much of a disk
 
 
 def _stored_rows(directory: RunDirectory, config: RunConfig, rows: RowSet, fingerprint: str) -> "SftDataset | None":
@@ -207,8 +206,8 @@ def _encode(config: RunConfig, rows: RowSet, fingerprint: str) -> "SftDataset":
 
     if fingerprint not in _encoded:
         made = encode_rows(*_row_sets(config)[rows], config, load_tokenizer(config.model))
-        for oldest in list(_encoded)[: len(_encoded) + 1 - _KEPT]:
-            del _encoded[oldest]
+        while len(_encoded) >= _KEPT:
+            del _encoded[next(iter(_encoded))]  # the oldest
         _encoded[fingerprint] = made
     return _encoded[fingerprint]
 

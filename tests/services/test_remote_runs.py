@@ -82,10 +82,10 @@ def test_rows_of_supervised_fine_tuning_are_encoded_once(
     write_sums(tmp_path)
     config = sft_config(tmp_path, runtime=config.runtime.model_dump())
     run = find_or_create_run(config, "sft-1")
+    monkeypatch.setattr(inputs, "_encoded", {})
     keep_rows(run, config)
-    monkeypatch.setattr(inputs, "_encoded", {})  # of another process
     rows = open_rows(RunDirectory(run.url), config, "train")
-    assert not inputs._encoded
+    assert not inputs._encoded  # the rows are those in the bucket
     expected = load_train_rows(config, load_tokenizer(config.model))
     assert [row.response_ids.tolist() for row in rows] == [row.response_ids.tolist() for row in expected]
 

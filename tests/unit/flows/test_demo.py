@@ -1,6 +1,7 @@
 """The demo's problems and demonstrations, and its configs."""
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from flows.cli.demo import TINY, demo_overrides, make_files, sft_overrides, work
 from flows.configs import CONFIGS
 from rl_core.rewards import RewardItem, load_reward, score_all
 from schemas.config.load import load_config
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, ServiceError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic"
 
@@ -61,3 +62,16 @@ def test_a_demo_without_its_package_ends_before_services_start(monkeypatch: pyte
     monkeypatch.setattr("flows.lifecycle.session.prefect_session", lambda *_: pytest.fail("services were started"))
     with pytest.raises(ConfigError, match=r"pip install 'sluice-rl\[demo\]'"):
         demo()
+
+
+def test_a_demo_whose_services_do_not_start_says_for_what_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("reasoning_gym")
+    is_told, ended = threading.Event(), list[bool]()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flows.cli.demo.make_inputs", lambda *_: ended.append(is_told.wait(60)))
+    monkeypatch.setattr("flows.cli.commands.console.print", lambda text: "files are written" in text and is_told.set())
+    with pytest.raises(ServiceError, match=r"http://127\.0\.0\.1:9/api"):
+        demo(["services.prefect_api_url=http://127.0.0.1:9/api"], tiny=True)
+    assert ended == [True]

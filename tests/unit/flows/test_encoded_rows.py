@@ -1,7 +1,10 @@
 """Rows of supervised fine-tuning: encoded once, kept in the run's directory, and made again if they don't fit."""
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,17 +12,27 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from prefect.logging import disable_run_logger
 
+import flows.train
+from flows.deployments import entrypoints
+from flows.lifecycle.cancellation import Notice
 from flows.preflight import check_run
 from flows.recovery import find_or_create_run
+from flows.ui.events import RunEvents
 from infra.datasets.sft import SftDataset, load_rows, load_train_rows
 from infra.models.load import load_tokenizer
 from infra.models.tiny import CHAT_TEMPLATE
+from infra.monitors import Monitors
 from infra.storage.folder import Folder
+from infra.storage.runs import RunDirectory
 from infra.workers import inputs
 from infra.workers.inputs import RowSet, keep_rows, open_rows
+from schemas.config.load import load_config
 from schemas.config.run import RunConfig
-from tests.support.sft import sft_config, sums, write_sums
+from schemas.errors import DataError
+from schemas.step import RunHandle
+from tests.support.sft import sft_config, sft_toml, sums, write_sums
 from tests.support.tiny import make_tiny_model, write_rows
 
 Encodings = Callable[[], int]
@@ -95,6 +108,37 @@ def test_a_check_and_the_run_have_the_same_date(config: RunConfig, encodings: En
     assert run.config().data.date is not None
     keep_rows(run, run.config())
     assert encodings() == 2
+
+
+def test_a_deployment_checks_a_run_as_it_goes_on(
+    tmp_path: Path, config: RunConfig, encodings: Encodings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sft.toml").write_text(sft_toml())
+    (Path(config.model.path) / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE)
+    asked = load_config(Path("sft.toml"))
+    begun = asked.replace(data=asked.data.with_date("2026-01-01"))
+    keep_rows(find_or_create_run(begun, "run-1"), begun)
+    in_another_process()
+    encodings()
+
+    async def rename(_: str) -> None:
+        """Do nothing: there is no Prefect server."""
+
+    async def go_on(config: RunConfig, run_id: str) -> tuple[RunConfig, str]:
+        return config, run_id
+
+    async def awaited(work: Coroutine[Any, Any, Any]) -> Any:
+        return await work
+
+    for name, replaced in (("rename_flow_run", rename), ("_train_in_turn", go_on), ("cancellable", awaited)):
+        monkeypatch.setattr(entrypoints, name, replaced)
+    changed = asyncio.run(entrypoints.train.fn("sft.toml", ("steps=9",), "run-1"))
+    assert changed == (begun.replace(steps=9), "run-1")
+    assert encodings() == 0
+    with disable_run_logger():
+        refused = asyncio.run(entrypoints.train.fn("sft.toml", ("seed=1",), "run-1"))
+    assert "can't be resumed with a different seed" in refused.message
 
 
 def other_rows(config: RunConfig) -> RunConfig:
@@ -181,14 +225,65 @@ def test_a_driver_that_is_killed_while_it_writes(
     assert found == (expected(config, "train"), expected(config, "held-out"))
 
 
+def train(run: RunDirectory, config: RunConfig) -> Coroutine[Any, Any, RunHandle]:
+    """Return the work of a run's driver, up to where its workers start."""
+    handle = RunHandle(run_id="run-1", identity="run-1", directory=run.url, config=config, store_incarnation="first")
+    monitors, events = Monitors("run-1", []), RunEvents("run-1", run.runs_dir, 0)
+    return flows.train._training_loop(handle, run, monitors, events, Notice(1))
+
+
+def test_rows_that_can_not_be_written_end_a_run_before_its_workers_start(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = find_or_create_run(config, "run-1")
+    (run.path / "rows").write_text("a file, where the folder should be")
+    monkeypatch.setattr(flows.train, "_start_workers", lambda _: pytest.fail("workers were started"))
+    with disable_run_logger(), pytest.raises(OSError, match="rows"):
+        asyncio.run(train(run, config))
+
+
+def test_a_driver_that_is_cancelled_ends_after_what_it_writes(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, is_cancelled, written = find_or_create_run(config, "run-1"), threading.Event(), list[RunDirectory]()
+
+    async def start_workers(_: RunHandle) -> None:
+        await asyncio.Event().wait()
+
+    async def cancel() -> list[RunDirectory]:
+        is_begun = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def write(directory: RunDirectory, _: RunConfig) -> None:
+            loop.call_soon_threadsafe(is_begun.set)
+            is_cancelled.wait()
+            time.sleep(0.2)  # for which a driver that doesn't wait would have ended
+            written.append(directory)
+
+        monkeypatch.setattr(flows.train, "keep_rows", write)
+        driver = asyncio.create_task(train(run, config))
+        await is_begun.wait()
+        driver.cancel()
+        is_cancelled.set()
+        with suppress(asyncio.CancelledError):
+            await driver
+        return list(written)
+
+    monkeypatch.setattr(flows.train, "_start_workers", start_workers)
+    with disable_run_logger():
+        assert asyncio.run(cancel()) == [run]
+
+
+@pytest.mark.parametrize("process", ["the same", "another"])
 @pytest.mark.parametrize("name", ["train.arrow", "train.json"])
 @pytest.mark.parametrize("damage", ["a byte", "half", "all", "no file"])
 def test_a_damaged_file_is_made_again(
-    config: RunConfig, encodings: Encodings, damage: str, name: str, caplog: pytest.LogCaptureFixture
+    config: RunConfig, encodings: Encodings, damage: str, name: str, process: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = find_or_create_run(config, "run-1")
     keep_rows(run, config)
-    in_another_process()
+    if process == "another":
+        in_another_process()
     encodings()
     file = run.path / "rows" / name
     content, half = file.read_bytes(), file.stat().st_size // 2
@@ -202,8 +297,36 @@ def test_a_damaged_file_is_made_again(
     keep_rows(run, config)
     in_another_process()
     encodings()
-    assert len(open_rows(run, config, "train")) == 24
+    found = values(open_rows(run, config, "train"))
     assert encodings() == 0
+    assert found == expected(config, "train")
+
+
+def test_the_last_sets_of_rows_that_were_checked_are_not_encoded_again(config: RunConfig, encodings: Encodings) -> None:
+    configs = [other_settings(config, max_tokens=200 + number) for number in range(inputs._KEPT + 1)]
+    for each in configs:
+        open_rows(None, each, "train")
+    assert encodings() == len(configs)
+    for each in configs[1:]:
+        open_rows(None, each, "train")
+    assert encodings() == 0
+    open_rows(None, configs[0], "train")
+    assert encodings() == 1
+
+
+def test_a_full_disk_of_temporary_files_is_named(
+    config: RunConfig, small_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = small_memory / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(2**12))
+    with pytest.raises(DataError, match=rf"{folder}, has no space for .*rows\.jsonl.*No space left.*TMPDIR"):
+        check_run(config)
+    (folder / "full").unlink()
+    check_run(config)
 
 
 def test_runs_of_one_process_have_their_own_weights_of_sources(config: RunConfig, tmp_path: Path) -> None:
