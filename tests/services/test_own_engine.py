@@ -174,6 +174,15 @@ def test_a_program_that_does_not_say_what_it_is_in_time(monkeypatch: pytest.Monk
         (json.dumps(STARTED | {"dtype": "float16"}), r"an unfit 'dtype': Input should be 'float32' or 'bfloat16'"),
         (json.dumps(STARTED | {"itemsize": "4"}), r"an unfit 'itemsize': Input should be a valid integer"),
         (
+            json.dumps(STARTED | {"max_model_len": 63}),
+            r"asked to start with max_model_len 64, but has 63: lower data.max_prompt_tokens, rollout.max_response_t",
+        ),
+        (
+            json.dumps(STARTED | {"dtype": "bfloat16", "itemsize": 2}),
+            r"with dtype 'float32', but has 'bfloat16': set rollout.dtype = 'bfloat16', or have the program take",
+        ),
+        (json.dumps(STARTED | {"itemsize": 2}), r"with dtype 'float32', but answers itemsize 2: have the program"),
+        (
             json.dumps(STARTED | {"adapted_layers": ["model.layers.0.mlp.up"]}),
             "odd has no adapter for .*q_proj of this",
         ),

@@ -27,6 +27,7 @@ from schemas.placement import Device
 LOOK_SECONDS = 60.0  # for a call of a program that is started only to say what it is
 LAST_LINES, MAX_LINE = 20, 1000  # of what it printed, in an error; and characters of a line
 MAX_WORDS = 200  # characters of them, in an error of one line
+ITEMSIZES: dict[EngineDtype, int] = {"float32": 4, "bfloat16": 2}
 CHECK_SECONDS = 1.0  # between two looks at whether it lives
 GRACE_SECONDS = 5.0  # to end by itself, once its connection is closed
 
@@ -156,18 +157,43 @@ class EngineProcess:
 
         Raises:
             CallFailedError: It can't.
-            ConfigError: Its answer is none to `start`.
+            ConfigError: Its answer is none to `start`, or it loaded the model otherwise than it was asked to.
             EngineLostError: It has ended.
         """
         said, _ = self.call("start", {"engine": arguments, "eager": eager}, is_limited=False)
         try:
-            return StartedEngine.model_validate(said)
+            started = StartedEngine.model_validate(said)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             raise ConfigError(
                 f"the engine of {self._program} answers start with an unfit {key!r}: {first['msg']}"
             ) from None
+        self._check_started(started, arguments)
+        return started
+
+    def _check_started(self, started: StartedEngine, arguments: Mapping[str, Any]) -> None:
+        """Check that a model was loaded as it was asked for.
+
+        Raises:
+            ConfigError: It wasn't.
+        """
+        said = f"the engine of {self._program} was asked to start with"
+        if started.max_model_len < (asked := arguments["max_model_len"]):
+            raise ConfigError(
+                f"{said} max_model_len {asked}, but has {started.max_model_len}: lower data.max_prompt_tokens, "
+                "rollout.max_response_tokens or eval.max_response_tokens, or have the program take longer rows"
+            )
+        if started.dtype != (dtype := arguments["dtype"]):
+            raise ConfigError(
+                f"{said} dtype {dtype!r}, but has {started.dtype!r}: set rollout.dtype = {started.dtype!r}, or have "
+                "the program take the dtype that it is given"
+            )
+        if started.itemsize != (itemsize := ITEMSIZES[dtype]):
+            raise ConfigError(
+                f"{said} dtype {dtype!r}, but answers itemsize {started.itemsize}: have the program answer "
+                f"{itemsize}, the bytes of a weight"
+            )
 
     @property
     def is_lost(self) -> bool:
