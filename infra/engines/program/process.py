@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 
 from infra.engines.program import frames
 from infra.processes import lifeline
-from infra.processes.isolated import has_died, kill_group, variables_of_another
+from infra.processes.isolated import dies_within, has_died, kill_group, variables_of_another
 from schemas.config.rollout import EngineDtype
-from schemas.errors import ConfigError, EngineLostError
+from schemas.errors import ConfigError, EngineLostError, WorkerLostError
 from schemas.placement import Device
 
 LOOK_SECONDS = 60.0  # for a call of a program that is started only to say what it is
@@ -125,6 +125,7 @@ class EngineProcess:
         self._reader = threading.Thread(target=self._read_lines, args=(read,), daemon=True)
         self._reader.start()
         self._lost = self._ended = self._reason = ""
+        self._was_killed = False  # by a signal that is not this process's
 
     def hello(self) -> EngineInstallation:
         """Ask the program what it is.
@@ -262,17 +263,25 @@ class EngineProcess:
 
     @contextmanager
     def ended_on_error(self) -> Iterator[None]:
-        """End it if the block raises anything."""
+        """End it if the block, in which it starts, raises anything.
+
+        Raises:
+            WorkerLostError: It was killed, e.g. as memory was full. That says nothing of the program or the config, so
+                it is started again as often as any worker is; of an `EngineLostError`, workers are created without end.
+        """
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, EngineLostError) and self._was_killed:
+                raise WorkerLostError(str(error)) from error
             raise
 
     @property
     def last_words(self) -> str:
-        """Of a lost one, the last characters that it printed, in one line; if there are none, why it is lost."""
-        return " ".join(" ".join(self._lines).split())[-MAX_WORDS:] or self._reason
+        """Of a lost one, why it is lost and, if it printed any, the last characters of that, in one line."""
+        printed = " ".join(" ".join(self._lines).split())[-MAX_WORDS:]
+        return f"{self._reason}: {printed}" if printed else self._reason
 
     def _wait(self, seconds: float | None) -> None:
         """Wait until it answers; a child of it may hold its connection open after its death."""
@@ -298,7 +307,9 @@ class EngineProcess:
         if self._process.returncode is None:
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
-            self._ended = kill_group(self._process, grace_seconds)
+            has_ended = dies_within(self.pid, grace_seconds)
+            self._ended = kill_group(self._process)
+            self._was_killed = has_ended and self._process.wait() < 0
             self._reader.join(GRACE_SECONDS)
             self._connection.close()
             assert self._process.stdin is not None

@@ -60,8 +60,8 @@ def test_other_versions_and_folders_are_refused_before_anything_is_made(tmp_path
     ("script", "said"),
     [
         ("exit 3", r"is no Python that works: exit code 3; set it to"),
-        ("echo boom >&2; exit 1", r"is no Python that works: boom; set it to"),
-        ("echo no python; echo at all", r"is no Python that works: no python at all; set it to"),
+        ("echo boom >&2; exit 1", r"is no Python that works: exit code 1: boom; set it to"),
+        ("echo no python; echo at all", r"is no Python that works: exit code 0: no python at all; set it to"),
         (
             f'PYTHONPATH="$(dirname "$0")" exec {sys.executable} "$@"',
             r"has vLLM '0.31.1', but Sluice works with 0.32 to 0.33: use one of them",
