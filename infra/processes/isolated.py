@@ -29,6 +29,14 @@ def has_died(pid: int) -> bool:
         return True
 
 
+def dies_within(pid: int, seconds: float) -> bool:
+    """Wait at most so long for the death of a child of this process, and return whether it has died."""
+    deadline = time.monotonic() + seconds
+    while not (died := has_died(pid)) and time.monotonic() < deadline:
+        time.sleep(GRACE_POLL_SECONDS)
+    return died
+
+
 def kill_group(process: "subprocess.Popen[bytes]", grace_seconds: float = 0.0) -> str:
     """Kill a process that leads a group, and its children; return how it ended, now or before.
 
@@ -36,9 +44,7 @@ def kill_group(process: "subprocess.Popen[bytes]", grace_seconds: float = 0.0) -
         process: It is not reaped yet.
         grace_seconds: How long it may take to end by itself.
     """
-    deadline = time.monotonic() + grace_seconds
-    while not has_died(process.pid) and time.monotonic() < deadline:
-        time.sleep(GRACE_POLL_SECONDS)
+    dies_within(process.pid, grace_seconds)
     with suppress(ProcessLookupError):  # it is not reaped yet, so its group id can't have been reused
         os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()

@@ -23,7 +23,7 @@ from infra.engines.program.start import find_program, open_program
 from infra.models.load import build_meta_model, load_model, load_tokenizer
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.config.rollout import ProgramRollout
-from schemas.errors import ConfigError, EngineLostError
+from schemas.errors import ConfigError, EngineLostError, WorkerLostError
 from tests.support.configs import run_config
 from tests.support.engine_checks import (
     MAX_MODEL_LEN,
@@ -46,6 +46,18 @@ from tests.support.weight_tensors import load_state
 from tests.support.workplace import Workplace
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "own_engine" / "engine.py"
+DOOMED = f"""
+import os, signal, socket, sys
+sys.path.append({str(PROGRAM.parent)!r})
+import engine
+
+class Doomed(engine.PlainEngine):
+    def start(self, arguments, buffers):
+        print("no memory is left", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+engine.frames.serve(socket.socket(fileno=int(sys.argv[1])), Doomed())
+"""
 STARTED = {"dtype": "float32", "max_model_len": 64, "processes": [], "itemsize": 4, "cache_bytes": 0}
 
 
@@ -141,6 +153,18 @@ def test_a_run_trains_with_it_and_outlives_its_program(workplace: Workplace) -> 
     assert all(0 <= step["mismatch/max"] < 1e-4 for step in run.step_metrics())  # sampler and trainer agree
 
 
+def test_a_run_whose_program_is_killed_at_each_start_ends_with_its_last_lines(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    python, program = counting_python(tmp_path, sys.executable), tmp_path / "doomed.py"
+    program.write_text(DOOMED)
+    settings = ("rollout.kind=program", f"rollout.program={program}", f"rollout.python={python}")
+    printed = workplace.sluice("train", "tiny.toml", "--run-id", "doomed", *settings, exit_code=1)
+    ended = r"WorkerLostError: plain's process \d+ is lost: signal 9 \(Killed\); its last lines:\s+no memory is left"
+    assert re.search(ended, printed)
+    assert len(starts_of(python)) == 1 + 3  # the driver's check; the task that starts workers is run three times
+
+
 @pytest.mark.parametrize(
     ("hello", "said"),
     [
@@ -154,6 +178,18 @@ def test_a_program_that_is_no_engine(monkeypatch: pytest.MonkeyPatch, hello: str
     monkeypatch.setenv(BEHAVIOUR, json.dumps({"hello": hello}))
     find_program.cache_clear()
     with pytest.raises(ConfigError, match=re.escape(said)):
+        find_program(str(ODD), None)
+
+
+def test_a_program_that_is_killed_as_it_starts_is_a_lost_worker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    behaviour = {"hello": '{"protocol": 1, "engine": "odd", "version": "1", "device": "cpu"}', "start": "killed busy"}
+    monkeypatch.setenv(BEHAVIOUR, json.dumps(behaviour))
+    with pytest.raises(WorkerLostError, match=r"^odd's process \d+ is lost: signal 9 .*:\n  busy$") as caught:
+        open_program(ProgramRollout(program=str(ODD)), EngineModel(ModelConfig(path=str(folder)), max_tokens=64))
+    assert type(caught.value) is WorkerLostError
+    monkeypatch.setenv(BEHAVIOUR, json.dumps({"hello": "killed busy"}))
+    find_program.cache_clear()
+    with pytest.raises(WorkerLostError, match=r"odd_engine.py's process \d+ is lost: signal 9 .*:\n  busy$"):
         find_program(str(ODD), None)
 
 
@@ -173,6 +209,15 @@ def test_a_program_that_does_not_say_what_it_is_in_time(monkeypatch: pytest.Monk
         ("{}", r"the engine of .*odd_engine.py answers start with an unfit 'dtype': Field required"),
         (json.dumps(STARTED | {"dtype": "float16"}), r"an unfit 'dtype': Input should be 'float32' or 'bfloat16'"),
         (json.dumps(STARTED | {"itemsize": "4"}), r"an unfit 'itemsize': Input should be a valid integer"),
+        (
+            json.dumps(STARTED | {"max_model_len": 63}),
+            r"asked to start with max_model_len 64, but has 63: lower data.max_prompt_tokens, rollout.max_response_t",
+        ),
+        (
+            json.dumps(STARTED | {"dtype": "bfloat16", "itemsize": 2}),
+            r"with dtype 'float32', but has 'bfloat16': set rollout.dtype = 'bfloat16', or have the program take",
+        ),
+        (json.dumps(STARTED | {"itemsize": 2}), r"with dtype 'float32', but answers itemsize 2: have the program"),
         (
             json.dumps(STARTED | {"adapted_layers": ["model.layers.0.mlp.up"]}),
             "odd has no adapter for .*q_proj of this",

@@ -17,8 +17,8 @@ def open_odd_engine(seconds: float = 600, **behaviour: str) -> Any:
 
     Args:
         seconds: How long a call may take.
-        behaviour: By call: "raise TEXT", "die", "hang", "half" of an answer, "garbage", "print TEXT", or what it
-            answers, in JSON.
+        behaviour: By call: "raise TEXT", "die TEXT", "killed TEXT", "hang", "half" of an answer, "garbage",
+            "print TEXT", or what it answers, in JSON.
     """
     from infra.engines.program.process import EngineProcess
 
@@ -48,6 +48,9 @@ class OddEngine:
             if what == "die":
                 print(text, file=sys.stderr, flush=True)
                 os._exit(3)
+            if what == "killed":
+                print(text, file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
             if what == "half":
                 os.write(int(sys.argv[1]), b"\0\0\0\4")
             if what in ("half", "hang"):

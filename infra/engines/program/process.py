@@ -19,14 +19,15 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 
 from infra.engines.program import frames
 from infra.processes import lifeline
-from infra.processes.isolated import has_died, kill_group, variables_of_another
+from infra.processes.isolated import dies_within, has_died, kill_group, variables_of_another
 from schemas.config.rollout import EngineDtype
-from schemas.errors import ConfigError, EngineLostError
+from schemas.errors import ConfigError, EngineLostError, WorkerLostError
 from schemas.placement import Device
 
 LOOK_SECONDS = 60.0  # for a call of a program that is started only to say what it is
 LAST_LINES, MAX_LINE = 20, 1000  # of what it printed, in an error; and characters of a line
 MAX_WORDS = 200  # characters of them, in an error of one line
+ITEMSIZES: dict[EngineDtype, int] = {"float32": 4, "bfloat16": 2}
 CHECK_SECONDS = 1.0  # between two looks at whether it lives
 GRACE_SECONDS = 5.0  # to end by itself, once its connection is closed
 
@@ -124,6 +125,7 @@ class EngineProcess:
         self._reader = threading.Thread(target=self._read_lines, args=(read,), daemon=True)
         self._reader.start()
         self._lost = self._ended = self._reason = ""
+        self._was_killed = False  # by a signal that is not this process's
 
     def hello(self) -> EngineInstallation:
         """Ask the program what it is.
@@ -156,18 +158,43 @@ class EngineProcess:
 
         Raises:
             CallFailedError: It can't.
-            ConfigError: Its answer is none to `start`.
+            ConfigError: Its answer is none to `start`, or it loaded the model otherwise than it was asked to.
             EngineLostError: It has ended.
         """
         said, _ = self.call("start", {"engine": arguments, "eager": eager}, is_limited=False)
         try:
-            return StartedEngine.model_validate(said)
+            started = StartedEngine.model_validate(said)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             raise ConfigError(
                 f"the engine of {self._program} answers start with an unfit {key!r}: {first['msg']}"
             ) from None
+        self._check_started(started, arguments)
+        return started
+
+    def _check_started(self, started: StartedEngine, arguments: Mapping[str, Any]) -> None:
+        """Check that a model was loaded as it was asked for.
+
+        Raises:
+            ConfigError: It wasn't.
+        """
+        said = f"the engine of {self._program} was asked to start with"
+        if started.max_model_len < (asked := arguments["max_model_len"]):
+            raise ConfigError(
+                f"{said} max_model_len {asked}, but has {started.max_model_len}: lower data.max_prompt_tokens, "
+                "rollout.max_response_tokens or eval.max_response_tokens, or have the program take longer rows"
+            )
+        if started.dtype != (dtype := arguments["dtype"]):
+            raise ConfigError(
+                f"{said} dtype {dtype!r}, but has {started.dtype!r}: set rollout.dtype = {started.dtype!r}, or have "
+                "the program take the dtype that it is given"
+            )
+        if started.itemsize != (itemsize := ITEMSIZES[dtype]):
+            raise ConfigError(
+                f"{said} dtype {dtype!r}, but answers itemsize {started.itemsize}: have the program answer "
+                f"{itemsize}, the bytes of a weight"
+            )
 
     @property
     def is_lost(self) -> bool:
@@ -236,17 +263,25 @@ class EngineProcess:
 
     @contextmanager
     def ended_on_error(self) -> Iterator[None]:
-        """End it if the block raises anything."""
+        """End it if the block, in which it starts, raises anything.
+
+        Raises:
+            WorkerLostError: It was killed, e.g. as memory was full. That says nothing of the program or the config, so
+                it is started again as often as any worker is; of an `EngineLostError`, workers are created without end.
+        """
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, EngineLostError) and self._was_killed:
+                raise WorkerLostError(str(error)) from error
             raise
 
     @property
     def last_words(self) -> str:
-        """Of a lost one, the last characters that it printed, in one line; if there are none, why it is lost."""
-        return " ".join(" ".join(self._lines).split())[-MAX_WORDS:] or self._reason
+        """Of a lost one, why it is lost and, if it printed any, the last characters of that, in one line."""
+        printed = " ".join(" ".join(self._lines).split())[-MAX_WORDS:]
+        return f"{self._reason}: {printed}" if printed else self._reason
 
     def _wait(self, seconds: float | None) -> None:
         """Wait until it answers; a child of it may hold its connection open after its death."""
@@ -272,7 +307,9 @@ class EngineProcess:
         if self._process.returncode is None:
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
-            self._ended = kill_group(self._process, grace_seconds)
+            has_ended = dies_within(self.pid, grace_seconds)
+            self._ended = kill_group(self._process)
+            self._was_killed = has_ended and self._process.wait() < 0
             self._reader.join(GRACE_SECONDS)
             self._connection.close()
             assert self._process.stdin is not None

