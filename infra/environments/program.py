@@ -130,7 +130,7 @@ class Program:
         self._task, self._seed, self._memory_bytes = task, seed, memory_bytes
         self._command = resolve(command)
         self._grade = None if grader is None else load_grader(grader)
-        self._conversation = Conversation("the program", None, SETTINGS, sampling, branches=True)
+        self._conversation = Conversation("the program", None, SETTINGS, sampling)
         self._is_expected: Callable[[Any, str], bool] | None = None
         self._number: str | None = None
         self._folder: Path | None = None

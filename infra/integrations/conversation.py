@@ -129,7 +129,6 @@ class Conversation:
         prompt: What the first request begins with; None: it has the whole prompt.
         settings: What a request may set besides messages and model: anything.
         values: What it may set to one value only, that of the run; or, of a limit of tokens, to a higher one.
-        branches: Whether a request may leave the chat of the one before it.
 
     Attributes:
         owner: Who asks, once somebody has.
@@ -141,14 +140,13 @@ class Conversation:
         prompt: Sequence[Message] | None = None,
         settings: Collection[str] = (),
         values: Mapping[str, Any] | None = None,
-        *,
-        branches: bool = False,
     ) -> None:
         self._prompt = None if prompt is None else [_stripped(*message) for message in prompt]
-        self._asker, self._branches = asker, branches
+        self._asker = asker
         self._settings, self._values = {"messages", "model", *settings}, {**_WITHOUT_EFFECT, **(values or {})}
         self._asked: list[_Asked] = []
         self._answered: list[_Asked] = []
+        self._texts: dict[str, str] = {}  # of all messages, each once: every request has the whole chat again
         self._pending: list[_Asked] = []  # in the order in which they came
         self._news = asyncio.Event()  # a request has come, or the trajectory has failed
         self._current: _Asked | None = None
@@ -188,7 +186,7 @@ class Conversation:
             for asked in reversed(self._asked):
                 if asked.messages == messages and asked.tools == tools:
                     return asked.turn
-            self._check(messages, tools)
+            self._check(messages)
             self._asked.append(asked := _Asked(messages, tools))
             self._pending.append(asked)
             self._news.set()
@@ -280,38 +278,35 @@ class Conversation:
         extended = [
             (len(before.chat), number)
             for number, before in enumerate(self._answered, start=1)
-            if before.tools == asked.tools and _misfit(before.chat, asked.messages) is None
+            if before.tools == asked.tools and _extends(asked.messages, before.chat)
         ]
         if not extended:
             return Request(asked.messages, None, asked.tools)
         length, number = max(extended)
         return Request(asked.messages[length:], number, asked.tools)
 
-    def _check(self, messages: list[Message], tools: list[Any]) -> None:
+    def _check(self, messages: list[Message]) -> None:
         """Check a request that wasn't asked before.
 
         Raises:
-            ChatError: It doesn't ask for a turn; or it branches, and may not.
+            ChatError: It doesn't ask for a turn; or it is the first one, and doesn't go on from the row's prompt.
         """
         if (not messages and self._prompt is None) or (messages[-1:] and messages[-1].role == "assistant"):
             raise ChatError(f"{self._asker} asks its model for a turn after its own, or after nothing")
-        if not self._asked and self._prompt is not None:
-            _check_begins(self._asker, self._prompt, messages)
-            if fault := _misfit(self._prompt, messages, is_prompt=True):
-                raise ChatError(fault)
-        if self._branches or not self._asked:
+        if self._asked or self._prompt is None:
             return
-        if len(self._asked) > len(self._answered):
+        for at, expected in enumerate(self._prompt):
+            found = messages[at] if at < len(messages) else None
+            if found != expected:
+                raise ChatError(
+                    f"{self._asker} doesn't extend the chat: message {at} of its request is {found!r:.200}, but was "
+                    f"{expected!r:.200}; its first request begins with the data row's prompt"
+                )
+        roles = [message.role for message in messages[len(self._prompt) :]]
+        if "assistant" in roles or len(set(roles)) > 1:
             raise ChatError(
-                f"{self._asker} asks its model for a turn while another one is being sampled; a trajectory of it is "
-                "one chat, without branches"
+                f"the first request adds messages of roles {', '.join(roles)}; all must be of one, and not the model's"
             )
-        newest = self._answered[-1]
-        if tools != newest.tools:
-            raise ChatError(f"{self._asker} asks its model with other tools than before; they are part of the prompt")
-        _check_begins(self._asker, newest.chat, messages)
-        if fault := _misfit(newest.chat, messages):
-            raise ChatError(fault)
 
     def _read(self, body: Any) -> tuple[list[Message], list[Any]]:
         """Return a request's chat and tools.
@@ -332,7 +327,8 @@ class Conversation:
         messages = body.get("messages")
         if not isinstance(messages, list):
             raise ChatError(f"{self._asker} asks its model without a list of messages")
-        chat = [_read_message(at, message) for at, message in enumerate(messages)]
+        read = (_read_message(at, message) for at, message in enumerate(messages))
+        chat = [message._replace(content=self._texts.setdefault(message.content, message.content)) for message in read]
         return chat, self._read_tools(body.get("tools") or [])
 
     def _read_tools(self, tools: Any) -> list[Any]:
@@ -355,35 +351,14 @@ class Conversation:
         return name in self._values and value == self._values[name]
 
 
-def _check_begins(asker: str, chat: Sequence[Message], messages: Sequence[Message]) -> None:
-    """Check that a request begins with a chat; raises a `ChatError` if it doesn't."""
-    for at, expected in enumerate(chat):
-        found = messages[at] if at < len(messages) else None
-        if found != expected:
-            raise ChatError(
-                f"{asker} doesn't extend the chat: message {at} of its request is {found!r:.200}, but was "
-                f"{expected!r:.200}; a trajectory of it keeps what the model has sampled, and begins with the data "
-                "row's prompt"
-            )
-
-
-def _misfit(chat: Sequence[Message], messages: Sequence[Message], *, is_prompt: bool = False) -> str | None:
-    """Return why a request's messages don't continue a chat token by token; None: they do."""
-    if list(messages[: len(chat)]) != chat:
-        return "it doesn't begin with the chat"
+def _extends(messages: Sequence[Message], chat: Sequence[Message]) -> bool:
+    """Return whether a request's messages go on from a chat token by token, by messages of one role."""
     added = messages[len(chat) :]
-    roles = [message.role for message in added]
-    if not added:
-        return None if is_prompt else "a request adds no message to the model's turn"
-    if "assistant" in roles or len(set(roles)) > 1:
-        return f"a request adds messages of roles {', '.join(roles)}; all must be of one, and not the model's"
-    asked, answered = [key for key, _, _ in chat[-1].calls], [message.answered for message in added]
-    if asked and asked != answered:
-        return (
-            f"a request answers the calls {', '.join(asked)} by messages of role tool with the ids "
-            f"{', '.join(answered)}; all must be answered, in their order"
-        )
-    return None
+    roles = {message.role for message in added}
+    if list(messages[: len(chat)]) != chat or len(roles) != 1 or "assistant" in roles:
+        return False
+    asked = [key for key, _, _ in chat[-1].calls]
+    return not asked or asked == [message.answered for message in added]
 
 
 def _read_turn(action: str, number: int, *, with_calls: bool) -> tuple[Message, str]:

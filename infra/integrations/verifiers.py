@@ -143,7 +143,7 @@ class VerifiersEnvironment:
             raise ValueError("the data row has no extra_info.task, the fields of its verifiers task")
         self.role = "user"
         chat = [Message(message["role"], message["content"]) for message in task["prompt"]]
-        self._conversation = Conversation("the environment", chat, SETTINGS, branches=True)
+        self._conversation = Conversation("the environment", chat, SETTINGS)
         self._worker = worker_of(json.dumps(env))
         self._task = self._worker.task(task["info"]["task"])
         self._episode: asyncio.Task[vf.Episode] | None = None

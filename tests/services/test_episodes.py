@@ -25,7 +25,7 @@ from tests.support.rollout_workers import (
 )
 
 ENDS = tuple(range(64))  # tokens that end a turn: a tiny model samples its real one too rarely
-TURN_COLUMNS = ("turn_tokens", "turn_bridge_tokens", "turn_rewards", "episode_end")
+TURN_COLUMNS = ("turn_tokens", "turn_bridge_tokens", "turn_parents", "turn_rewards", "episode_end")
 
 
 @pytest.fixture(scope="module")

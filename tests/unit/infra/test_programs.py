@@ -233,7 +233,7 @@ def test_parallel_requests_are_answered_in_the_same_order_when_a_program_is_star
 
 def test_what_was_asked_for_before_the_end_is_not_sampled() -> None:
     async def ask() -> tuple[object, object]:
-        conversation, ended = Conversation("it", branches=True), asyncio.get_running_loop().create_future()
+        conversation, ended = Conversation("it"), asyncio.get_running_loop().create_future()
         for text in "ab":
             conversation.ask({"messages": [{"role": "user", "content": text}]})
         first = await conversation.next_request(ended)
