@@ -4,7 +4,6 @@ import logging
 import time
 from contextlib import suppress
 
-from infra.engines.open import engine_versions
 from infra.storage.identity import identity_of, owns_place
 from infra.storage.runs import RunDirectory, installed_versions, resumed_config
 from infra.stores.open import close_store, start_store
@@ -163,6 +162,8 @@ def record_event(directory: RunDirectory, policy: PolicyHandle, reason: str = ""
         policy: The version from which it continues.
         reason: Why its workers were restarted by a driver that went on.
     """
+    from infra.engines.open import engine_versions  # not at the top: torch is imported with it
+
     is_first = not directory.metrics.events() and not policy.step
     event = RunEvent(
         kind="restart" if reason else "start" if is_first else "resume",

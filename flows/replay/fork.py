@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from flows.replay.session import write_version
 from infra.checkpoints import open_checkpoints
-from infra.engines.open import engine_versions
 from infra.history.past import link_past
 from infra.history.past_weights import History, Start
 from infra.history.reuse import check_parent
@@ -113,6 +112,8 @@ def make_fork(fork: PlannedFork) -> None:
 
 
 def _event(fork: PlannedFork) -> RunEvent:
+    from infra.engines.open import engine_versions  # not at the top: torch is imported with it
+
     reason = f"of run {fork.parent.run_id}, after {fork.step} steps"
     versions = installed_versions() | engine_versions(fork.config.rollout)
     return RunEvent(kind="fork", step=fork.step, time=time.time(), reason=reason, versions=versions)
