@@ -14,12 +14,12 @@ from flows.lifecycle.secrets import take_secrets
 from flows.lifecycle.session import prefect_session
 from flows.pipeline import PipelineResult, finished_result, pipeline
 from flows.pipeline_plan import check_pipeline, plan_pipeline
-from flows.preflight import check_run
+from flows.preflight import check_start
 from flows.summary import finished_summary
 from flows.train import train
 from infra.models.load import check_weight_files
 from infra.ray.module_path import append_working_directory
-from infra.storage.runs import RunDirectory, new_run_id, resumed_config
+from infra.storage.runs import RunDirectory, new_run_id
 from rl_core.user_code import imported_now
 from schemas.config.load import parse_config, parse_values, read_toml
 from schemas.config.pipeline import PipelineConfig
@@ -206,11 +206,6 @@ def _check(config: RunConfig, run_id: str) -> RunConfig:
     Raises:
         UserError: A part of it is not usable, or the run exists and is another one.
     """
-    directory = RunDirectory.at(config, run_id)
-    if directory.exists:
-        config = resumed_config(directory, config)
-        check_run(config, directory)
-    else:
-        check_run(config)
+    config = check_start(config, RunDirectory.at(config, run_id))
     check_weight_files(config.model)
     return config

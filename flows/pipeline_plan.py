@@ -9,7 +9,7 @@ from flows.configs import find_config
 from flows.summary import finished_summary
 from infra.storage import places
 from infra.storage.folder import read_record
-from infra.storage.runs import RunDirectory, open_folder, resumed_config
+from infra.storage.runs import RunDirectory, open_folder
 from schemas.base import Frozen
 from schemas.batch import SafeName
 from schemas.config.changes import rejected_changes
@@ -141,7 +141,7 @@ def check_pipeline(plan: PipelinePlan) -> None:
         UserError: A part of it is not usable, or it was started with something else.
     """
     from flows.export import DTYPES  # not at the top: torch is imported with these
-    from flows.preflight import check, check_run
+    from flows.preflight import check, check_run, check_start
     from infra.history.sql import check_query
     from infra.models.load import check_weight_files
 
@@ -162,7 +162,7 @@ def check_pipeline(plan: PipelinePlan) -> None:
                 continue
             with named(f"stage {name}"):
                 if run.directory.exists:
-                    check_run(resumed_config(run.directory, run.config), run.directory)
+                    check_start(run.config, run.directory)
                 else:
                     config = plan.untrained(run.config, name)
                     check_run(config)

@@ -35,7 +35,7 @@ from infra.models.lora import add_adapter, require_peft
 from infra.monitors import require_monitors
 from infra.ray.tracing import require_tracing
 from infra.rewards.open import check_reward
-from infra.storage.runs import RunDirectory, require_writable
+from infra.storage.runs import RunDirectory, require_writable, resumed_config
 from infra.workers.inputs import check_files, open_rows, with_date
 from rl_core.model_folder import load_config
 from rl_core.rollout.chat import ChatTemplate
@@ -127,6 +127,20 @@ def check_run(config: RunConfig, directory: RunDirectory | None = None) -> None:
     check_capacity(config, check(config, directory))
     if directory is not None:
         check_checkpoint(directory, config)
+
+
+def check_start(config: RunConfig, directory: RunDirectory) -> RunConfig:
+    """Check a run that is to start or, if its directory exists, to go on; return the config that it does so with.
+
+    Raises:
+        UserError: See `check_run`; or the run exists, and is another one.
+    """
+    if not directory.exists:
+        check_run(config)
+        return config
+    config = resumed_config(directory, config)
+    check_run(config, directory)
+    return config
 
 
 def _warn_of_missing_prompt(config: RunConfig, tokenizer: PreTrainedTokenizerBase, row: PromptRow) -> None:

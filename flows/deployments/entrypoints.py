@@ -27,7 +27,7 @@ from flows.summary import finished_summary
 from flows.train import own_run_id, train_policy
 from flows.ui.artifacts import show_evaluation
 from infra.ray.module_path import append_working_directory
-from infra.storage.runs import RunDirectory, resumed_config
+from infra.storage.runs import RunDirectory
 from infra.workers.inputs import data_digest
 from schemas.config import DEFAULT_RUNS_DIR
 from schemas.config.load import load_config
@@ -75,14 +75,9 @@ async def train(config: str, overrides: tuple[str, ...] = (), run_id: str | None
     await rename_flow_run(run_id)
     if (finished := finished_summary(run_config, run_id)) is not None:
         return Completed(message=f"run {run_id} was complete already: {finished.steps} of {run_config.steps} steps")
-    from flows.preflight import check_run  # not at the top: torch is imported with it
+    from flows.preflight import check_start  # not at the top: torch is imported with it
 
-    directory = RunDirectory.at(run_config, run_id)
-    if directory.exists:
-        run_config = resumed_config(directory, run_config)
-        check_run(run_config, directory)
-    else:
-        check_run(run_config)
+    run_config = check_start(run_config, RunDirectory.at(run_config, run_id))
     return await cancellable(_train_in_turn(run_config, run_id))
 
 
