@@ -38,6 +38,7 @@ class Trajectory(Generation):
     loss_mask: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=bool))  # bool [R]; the model's tokens
     turns: tuple[Turn, ...] = ()  # at least one
     parents: tuple[int, ...] = ()  # of each turn, see `rl_core.columns.jagged.Branches.parent`
+    num_branches: int = 0  # turns that go on from another token than the one before them
     end: EpisodeEnd = "done"
     failure: str | None = None  # the environment's
     metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's, summed over the turns
@@ -49,13 +50,6 @@ class Trajectory(Generation):
     def reward(self) -> float:
         """The sum of the turns' rewards."""
         return sum(turn.reward for turn in self.turns)
-
-    @property
-    def num_branches(self) -> int:
-        """How many turns go on from another token than the one before them."""
-        starts = np.cumsum([0, *(turn.num_tokens for turn in self.turns)])[:-1]
-        between = np.cumsum([0, 0, *(turn.num_bridge_tokens for turn in self.turns)])[: len(self.turns)]
-        return int((np.asarray(self.parents, dtype=np.int64) != starts + between - 1).sum())
 
     @property
     def last_turn_ids(self) -> np.ndarray:
@@ -214,6 +208,7 @@ class TrajectoryBuilder:
             loss_mask=np.concatenate(self._masks),
             turns=tuple(self.turns),
             parents=tuple(self._parents[: len(self.turns)]),
+            num_branches=len(self._branches) - 1,
             end=end,
             failure=self.failure,
             metrics=dict(self._metrics),
