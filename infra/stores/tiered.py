@@ -1,7 +1,7 @@
 """Two stores as one: a fast front store for puts and reads, and a durable store behind it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pyarrow as pa
@@ -66,6 +66,7 @@ class TieredColumnStore(ColumnStore):
         return self.front.delete(refs)
 
     def clear(self, step: int) -> int:
+        self._abandon(lambda pending: pending == step)
         freed = self.front.clear(step)
         durable = self.durable.clear(step)
         return freed or durable
@@ -94,16 +95,17 @@ class TieredColumnStore(ColumnStore):
 
     def _put(self, key: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
         ref = self.front._put(key, columns)
-        self._drop_abandoned(key.step)
+        self._abandon(lambda step: step != key.step)  # cleared by another process
         self._pending.append((key, self._pool.submit(self.durable._put, key, columns)))
         return ref
 
-    def _drop_abandoned(self, step: int) -> None:
-        """Drop pending writes of other steps: their stages failed without a flush, and the steps were cleared."""
-        for key, written in self._pending:
-            if key.step != step and written.done() and (error := written.exception()):
+    def _abandon(self, is_abandoned: Callable[[int], bool]) -> None:
+        """Drop the pending writes of such steps, whose stages failed without a flush: none is written after that."""
+        abandoned = [(key, written) for key, written in self._pending if is_abandoned(key.step)]
+        self._pending = [(key, written) for key, written in self._pending if not is_abandoned(key.step)]
+        for key, written in [(key, written) for key, written in abandoned if not written.cancel()]:
+            if error := written.exception():  # waits for what is being written
                 logger.info("chunk %s was abandoned before it was durable: %s", key, error)
-        self._pending = [(key, written) for key, written in self._pending if key.step == step]
 
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
         try:

@@ -16,6 +16,7 @@ from rl_core.views import permute
 from schemas.batch import ChunkKey, ChunkRef
 from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, StoreError
 from tests.contracts.backends import CAPACITY, COLUMNS, data_file, key, put_batch, rollout_columns
+from tests.support.progress import wait_until
 
 RUN = "tiers"
 
@@ -126,10 +127,27 @@ def test_stores_of_different_incarnations_are_not_paired(durable: FsspecColumnSt
 
 
 def test_writes_for_an_abandoned_step_do_not_fail_the_next_one(durable: FsspecColumnStore) -> None:
-    store = fresh(durable)
+    store, may_write = fresh(durable), threading.Event()
     store.open(1)
-    store.put(key(store, 1), rollout_columns([2]))
-    store.clear(1)  # its stage failed; the durable write may or may not have been done before
+    put_durable, written = durable._put, list[ChunkKey]()
+
+    def held(chunk: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
+        written.append(chunk)
+        may_write.wait()
+        return put_durable(chunk, columns)
+
+    durable._put = held  # type: ignore[method-assign]
+    for part in range(4):  # more than there are threads: of some, the write has not begun
+        store.put(key(store, 1, part), rollout_columns([2]))
+    wait_until(lambda: written)
+    with ThreadPoolExecutor() as pool:
+        cleared = pool.submit(store.clear, 1)  # its stage failed
+        try:
+            with pytest.raises(TimeoutError):
+                cleared.result(timeout=0.2)  # what is being written would be left otherwise
+        finally:
+            may_write.set()
+        cleared.result()
     store.open(2)
     batch = put_batch(store, 2, [rollout_columns([2])])
     store.flush()
