@@ -179,7 +179,7 @@ async def _training_loop(
     run: RunHandle, directory: RunDirectory, monitors: Monitors, events: RunEvents, notice: Notice
 ) -> RunHandle:
     """Run all remaining steps; return the run's handle, since its column store may have been replaced."""
-    logger, restarts = get_run_logger(), 0
+    logger, restarts, reason = get_run_logger(), 0, ""
     await _keep_rows(directory, run.config)
     await _start_workers(run)
     policy = await reconcile(run, directory)
@@ -199,6 +199,13 @@ async def _training_loop(
         try:
             while True:
                 try:
+                    if reason:
+                        run = open_run(directory, run.config)
+                        await _start_workers(run)
+                        policy, evals = await reconcile(run, directory), directory.metrics.evals()
+                        record_event(directory, policy, reason=reason)
+                        monitors.log_recorded(directory.metrics)
+                        reason = ""
                     await _evaluate(run, policy, evals, directory.metrics, reporter)
                     if policy.step == run.config.steps:
                         await reporter.checkpoint(await save_checkpoint(run, policy, evals, wait=True), evals)
@@ -223,11 +230,7 @@ async def _training_loop(
                         raise
                     logger.warning("running step %d again (restart %d): %s", policy.step, restarts, error)
                     await asyncio.sleep(SETTLE_SECONDS)  # a call to a Ray that ends meanwhile would never return
-                    run = open_run(directory, run.config)
-                    await _start_workers(run)
-                    policy, evals = await reconcile(run, directory), directory.metrics.evals()
-                    record_event(directory, policy, reason=str(error))
-                    monitors.log_recorded(directory.metrics)
+                    reason = str(error) or type(error).__name__
         except BaseException as error:
             await _save_what_can_be(run, policy, evals, error, notice)
             raise

@@ -53,6 +53,8 @@ import engine
 
 class Doomed(engine.PlainEngine):
     def start(self, arguments, buffers):
+        if os.path.exists(__file__ + ".memory"):
+            return super().start(arguments, buffers)
         print("no memory is left", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -151,6 +153,27 @@ def test_a_run_trains_with_it_and_outlives_its_program(workplace: Workplace) -> 
     assert worker.pid in starts
     assert len(starts) == len({*starts}) == 3  # the driver's check, the worker and its successor
     assert all(0 <= step["mismatch/max"] < 1e-4 for step in run.step_metrics())  # sampler and trainer agree
+
+
+def test_a_run_whose_program_does_not_start_again_has_all_its_restarts(workplace: Workplace, tmp_path: Path) -> None:
+    program, memory = tmp_path / "doomed.py", tmp_path / "doomed.py.memory"
+    program.write_text(DOOMED)
+    memory.touch()
+    run = workplace.run("short-of-memory")
+    settings = ("rollout.kind=program", f"rollout.program={program}", "steps=10000", "runtime.max_restarts=9")
+    driver = workplace.start("train", "tiny.toml", "--run-id", run.run_id, *settings)
+    driver.wait_for(lambda: run.num_done > 0)
+    memory.unlink()
+    (worker,) = workplace.find_workers("RolloutWorker")
+    for child in worker.children():
+        if str(program) in child.cmdline():
+            child.kill()
+    driver.wait_for(lambda: "(restart 2)" in driver.printed)  # the first ended as no worker could start
+    memory.touch()
+    done = run.num_done
+    driver.wait_for(lambda: run.num_done > done)
+    driver.terminate()
+    driver.finish(143)
 
 
 def test_a_run_whose_program_is_killed_at_each_start_ends_with_its_last_lines(
