@@ -14,6 +14,7 @@ COMMANDS = {  # a module with a `BENCHMARK`, and what is measured
     "rollout": ("benchmarks.rollout.run", "the embedded engine, transformers' generate and vLLM"),
     "sft": ("benchmarks.sft", "steps of supervised fine-tuning, and in TRL"),
     "step": ("benchmarks.step.run", "whole GRPO steps of real runs, in turn, overlapped, and in TRL"),
+    "train": ("benchmarks.train", "updates of groups, with each prompt once and with each sample"),
     "versions": ("benchmarks.versions", "the tests with the oldest and the newest packages"),
 }
 

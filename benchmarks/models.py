@@ -14,11 +14,13 @@ _FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
-# The first three are for CPUs. The others have the sizes of the published models with the same names.
+# The first five are for CPUs. The others have the sizes of the published models with the same names.
 _SIZES = {
     "tiny": (1024, 128, 352, 4, 4, 2, 32),  # vLLM's CPU kernels need heads of 32 at least
     "small": (4096, 256, 704, 4, 4, 2, 64),
     "mid": (8192, 512, 1408, 7, 8, 4, 64),
+    "6m": (12_288, 256, 704, 4, 4, 2, 64),
+    "27m": (12_288, 512, 1408, 7, 8, 4, 64),
     "qwen3-0.6b": (151_936, 1024, 3072, 28, 16, 8, 128),
     "qwen3-1.7b": (151_936, 2048, 6144, 28, 16, 8, 128),
     "qwen3-4b": (151_936, 2560, 9728, 36, 32, 8, 128),
