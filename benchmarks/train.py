@@ -39,9 +39,9 @@ class Plan:
     ratios: tuple[int, ...] = option((1, 4, 16), "tokens of a prompt for one of a response, comma-separated")
     samples: tuple[int, ...] = option((1, 8, 16), "samples of a prompt, comma-separated")
     response: int = option(64, "mean tokens of a response")
-    rows: int = option(32, "rows of an update")
+    rows: int = option(16, "rows of an update")
     token_budget: int = option(8192, "tokens of a micro-batch")
-    repetitions: int = option(3, "updates of each; they take turns")
+    repetitions: int = option(2, "updates of each; they take turns")
     threads: int = option(0, "threads; 0: torch's choice")
 
 
@@ -121,29 +121,27 @@ def _compare(plan: Plan, model: str, case: Case) -> dict[str, float]:
     """Measure updates of both trainers in turn."""
     updates = {share: case.update(plan, share_prompts=share) for share in (False, True)}
     seconds: dict[bool, list[float]] = {share: [] for share in updates}
-    peaks: dict[bool, float] = {}
-    for share, trainer, rows in _trainers(plan, model, case):
-        trainer.update(rows, updates[share])  # gradients and moments exist from now on; and warms up
-        before = reset_peak(DEVICE)
-        trainer.update(rows, updates[share])
-        peaks[share] = (peak_bytes(DEVICE) - before) / 1e6
+    peaks: dict[bool, list[float]] = {share: [] for share in updates}
     pairs = list(_trainers(plan, model, case))
-    for share, trainer, rows in [*pairs] * (plan.repetitions + 1):
-        started = time.perf_counter()
+    for share, trainer, rows in pairs:
+        trainer.update(rows, updates[share])  # gradients and moments exist from now on; and warms up
+    for share, trainer, rows in pairs * plan.repetitions:
+        before, started = reset_peak(DEVICE), time.perf_counter()
         trainer.update(rows, updates[share])
         seconds[share].append(time.perf_counter() - started)
-    apart, shared = (median(seconds[share][1:]) for share in (False, True))
+        peaks[share].append((peak_bytes(DEVICE) - before) / 1e6)
+    apart, shared = (median(seconds[share]) for share in (False, True))
     tokens = {share: sum(micro.num_tokens for micro in update.ranks[0]) for share, update in updates.items()}
     ratio = tokens[False] / tokens[True]
     return {
         "token_ratio": ratio,
         "speedup": apart / shared,
         "of_tokens": apart / shared / ratio,
-        "memory_ratio": peaks[False] / peaks[True],
+        "memory_ratio": median(peaks[False]) / median(peaks[True]),
         "seconds": shared,
         "seconds_apart": apart,
-        "peak_mb": peaks[True],
-        "peak_mb_apart": peaks[False],
+        "peak_mb": median(peaks[True]),
+        "peak_mb_apart": median(peaks[False]),
     }
 
 

@@ -13,7 +13,7 @@ from tests.support.workplace import Workplace
 
 pytestmark = pytest.mark.extended
 
-RUN_ID = "stopped"
+RUN_ID = "listed"
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def stopped(workplace: Workplace) -> Run:
     driver.wait_for(lambda: re.search(rf"{RUN_ID}.*driven", workplace.sluice("ps")) is not None)
     refused = workplace.sluice("resume", RUN_ID, exit_code=2)
     assert "is being driven by process" in refused
-    assert "stop it first: sluice stop stopped" in refused
-    assert workplace.sluice("stop", RUN_ID) == "stopped stopped; resume with: sluice resume stopped\n"
+    assert f"stop it first: sluice stop {RUN_ID}" in refused
+    assert workplace.sluice("stop", RUN_ID) == f"stopped {RUN_ID}; resume with: sluice resume {RUN_ID}\n"
     driver.finish(143)
     return run
 
@@ -53,7 +53,7 @@ def test_a_stopped_run_is_resumed_and_can_be_cancelled_in_the_ui(workplace: Work
     workplace.ask(lambda client: client.set_flow_run_state(flow_run.id, Cancelling()))
     printed = driver.finish(exit_code=1)
     assert "cancelled in the Prefect UI" in printed
-    assert "resume with: sluice resume stopped" in printed
+    assert f"resume with: sluice resume {RUN_ID}" in printed
     assert "Traceback" not in printed
     assert workplace.ask(lambda client: client.read_flow_run(flow_run.id)).state_name == "Cancelled"
     workplace.wait_for_no_workers()

@@ -75,6 +75,16 @@ class KilledRun:
         """Have the driver stand once it has passed a stage."""
         self.wait_for(lambda: self.run.passed(step, stage), standing=True)
 
+    def stand_in_step(self, least: int) -> None:
+        """Have the driver stand in this or a later step, after the checkpoint before it: none is done twice."""
+
+        def stands() -> bool:
+            step = self.run.num_done
+            is_saved = (self.run.path / f"policy/step-{step:06d}/manifest.json").exists()
+            return step >= least and is_saved and self.run.committed(step, "rollout")
+
+        self.wait_for(stands, standing=True)
+
     def kill_driver(self, step: int, stage: str) -> str:
         """Kill the driver once it has passed a stage; return what it had printed."""
         self.stand_after(step, stage)
@@ -106,8 +116,7 @@ def killed(workplace: Workplace, expected: Run) -> KilledRun:
 def living(workplace: Workplace, killed: KilledRun) -> str:
     """What the first driver printed; workers are killed under it, and then it is, after an update."""
     for step, role in enumerate(ROLES, start=1):
-        killed.stand_after(step, "rollout")
-        wait_until((killed.run.path / f"policy/step-{step:06d}/manifest.json").exists)  # else a done step is done again
+        killed.stand_in_step(step)
         assert workplace.kill_worker(role) == 1
         killed.driver.resume()
     return killed.kill_driver(len(ROLES) + 1, "update")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+from prefect.client.schemas.filters import FlowFilter, FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.client.schemas.objects import FlowRun, State
 
 from tests.services.test_assets import made_of, materialized, wait_for
@@ -101,7 +101,10 @@ def children(place: Workplace, pipeline_id: str) -> dict[str, FlowRun]:
     """Return the flow runs of a pipeline's runs, by name."""
 
     async def ask(client: PrefectClient) -> list[FlowRun]:
-        (parent,) = await client.read_flow_runs(flow_run_filter=FlowRunFilter(name={"any_": [pipeline_id]}))
+        named = FlowRunFilter(name={"any_": [pipeline_id]})  # as runs of other files may be
+        (parent,) = await client.read_flow_runs(
+            flow_filter=FlowFilter(name={"any_": ["pipeline"]}), flow_run_filter=named
+        )
         of_parent = FlowRunFilterParentFlowRunId(any_=[parent.id])
         return await client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_flow_run_id=of_parent))
 

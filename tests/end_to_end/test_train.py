@@ -80,7 +80,9 @@ finally:
 # The server returns at most 200, of all runs.
 OWN_ARTIFACTS = {"artifact_filter": ArtifactFilter(key=ArtifactFilterKey(like_=f"{RUN_ID}-"))}
 NEW_FLOW_RUN = "POST /api/flow_runs/"
-OF_TIME = ("POST /api/logs/", "GET /api/flow_runs/ID")  # lines sent every few seconds, and the look for a cancellation
+OF_TIME = (  # lines sent every few seconds, the look for a cancellation, and for the flow runs of old steps
+    *("POST /api/logs/", "GET /api/flow_runs/ID", "POST /api/flow_runs/filter", "DELETE /api/flow_runs/ID"),
+)
 
 
 def start_counted(workplace: Workplace, run_id: str, *overrides: str) -> Command:
@@ -114,9 +116,10 @@ def printed(workplace: Workplace) -> str:
     """Return the output of a run whose reward fails for half of the samples."""
     (workplace.folder / "breaking_rewards.py").write_text(REWARDS)
     driver = start_counted(workplace, RUN_ID, f"steps={STEPS}", 'monitors=[{kind="tensorboard"}]')
-    driver.wait_for(lambda: workplace.run(RUN_ID).num_done > 0)
+    driver.wait_standing(lambda: workplace.run(RUN_ID).num_done > 0)
     workers = [worker.environ() | {"niceness": worker.nice()} for worker in workplace.model_workers()]
     (workplace.folder / VARIABLES).write_text(json.dumps(workers))
+    driver.resume()
     return driver.finish()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from infra.engines.program.process import variables_of
 from tests.support.engine_checks import ENGINE_PYTHON, NEEDS_VLLM
+from tests.support.progress import children_running
 from tests.support.tiny import make_tiny_model
 from tests.support.workplace import Workplace
 
@@ -16,8 +17,8 @@ pytestmark = [pytest.mark.extended, NEEDS_VLLM]
 
 def programs_of(workplace: Workplace) -> list[psutil.Process]:
     """Return the processes of the engines' programs."""
-    children = [child for worker in workplace.find_workers("RolloutWorker") for child in worker.children()]
-    return [child for child in children if any(part.endswith("vllm_program.py") for part in child.cmdline())]
+    workers = workplace.find_workers("RolloutWorker")
+    return [child for worker in workers for child in children_running("vllm_program.py", worker)]
 
 
 def test_a_run_whose_engine_loses_a_rank_and_then_its_program(workplace: Workplace) -> None:

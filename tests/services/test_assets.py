@@ -42,11 +42,15 @@ def api(workplace: Workplace, printed: str, monkeypatch: pytest.MonkeyPatch) -> 
 def materialized(place: Workplace, event: str = SUCCEEDED) -> dict[str, list[dict[str, Any]]]:
     """Return the materializations by asset, in the order of their time."""
     sent = {"filter": {"event": {"name": [event]}, "order": "ASC"}}
-    answer = place.ask(lambda client: client.request("POST", "/events/filter", json=sent))
+    page = place.ask(lambda client: client.request("POST", "/events/filter", json=sent)).json()
     found = defaultdict(list)
-    for each in answer.json()["events"]:
-        found[each["resource"]["prefect.resource.id"]].append(each)
-    return found
+    while True:
+        for each in page["events"]:
+            found[each["resource"]["prefect.resource.id"]].append(each)
+        if page["next_page"] is None:  # a page has 50 events: those of other files' runs may fill it
+            return found
+        following = page["next_page"].partition("/api")[2]
+        page = place.ask(lambda client, path=following: client.request("GET", path)).json()
 
 
 def made_of(event: dict[str, Any]) -> set[str]:

@@ -41,6 +41,7 @@ from tests.support.engine_checks import (
     starts_of,
 )
 from tests.support.odd_engine import BEHAVIOUR, ODD, open_odd_engine
+from tests.support.progress import children_running
 from tests.support.tiny import make_tiny_model
 from tests.support.weight_tensors import load_state
 from tests.support.workplace import Workplace
@@ -143,7 +144,7 @@ def test_a_run_trains_with_it_and_outlives_its_program(workplace: Workplace) -> 
     driver.wait_standing(lambda: run.num_done > 0)
     killed_at = run.num_done
     (worker,) = workplace.find_workers("RolloutWorker")
-    (program,) = [child for child in worker.children() if str(PROGRAM) in child.cmdline()]
+    (program,) = children_running(str(PROGRAM), worker)
     program.kill()
     driver.resume()
     driver.wait_for(lambda: run.num_done > killed_at + 1)
@@ -165,9 +166,8 @@ def test_a_run_whose_program_does_not_start_again_has_all_its_restarts(workplace
     driver.wait_for(lambda: run.num_done > 0)
     memory.unlink()
     (worker,) = workplace.find_workers("RolloutWorker")
-    for child in worker.children():
-        if str(program) in child.cmdline():
-            child.kill()
+    for child in children_running(str(program), worker):
+        child.kill()
     driver.wait_for(lambda: "(restart 2)" in driver.printed)  # the first ended as no worker could start
     memory.touch()
     done = run.num_done
@@ -255,7 +255,7 @@ def test_a_program_that_cannot_run_the_model_is_ended(
     model = ModelConfig(path=str(folder), lora=LoraConfig(rank=600, publish="adapters"))  # more than vLLM can
     with pytest.raises(ConfigError, match=said):
         open_program(ProgramRollout(program=str(ODD)), EngineModel(model, max_tokens=64))
-    assert not [child for child in psutil.Process().children() if str(ODD) in child.cmdline()]
+    assert not children_running(str(ODD))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from schemas.config.changes import sampling_digest
 from schemas.step import RunHandle
 from tests.support.configs import merge
 from tests.support.programs import program
+from tests.support.progress import children_running
 from tests.support.rollout_workers import GROUPS, NUM_SAMPLES, make_folder, play, run_of
 
 ENDS = tuple(range(64))  # tokens that end a turn: a tiny model samples its real one too rarely
@@ -159,10 +160,7 @@ def test_killed_environment_processes_change_no_bit(folder: Path, monkeypatch: p
     def add_or_kill(row: TrajectoryBuilder, reply: Any) -> None:
         answered.append(row.number)
         if len(answered) == 3:
-            children = psutil.Process().children()
-            running.extend(
-                child for child in children if any("environments/child.py" in part for part in child.cmdline())
-            )
+            running.extend(children_running("environments/child.py"))
         if len(answered) in (3, 9):
             running.pop().kill()
         add_answer(row, reply)

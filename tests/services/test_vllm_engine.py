@@ -44,6 +44,7 @@ from tests.support.engine_checks import (
     request,
     starts_of,
 )
+from tests.support.progress import children_running
 from tests.support.tiny import make_tiny_model
 from tests.support.weight_tensors import load_state
 
@@ -327,4 +328,4 @@ def test_nothing_listens_beyond_this_machine(engine: ProgramEngine) -> None:
     process = psutil.Process(engine.processes[0])
     listening = {c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN}
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    assert not [child for child in process.children() if "vllm" in " ".join(child.cmdline())]
+    assert not children_running("vllm", process)

@@ -19,7 +19,7 @@ from tests.support.run_results import Run
 from tests.support.workplace import Command, Workplace
 
 POLL_SECONDS = 1.0  # between two questions to the server
-MAX_STEPS = 300  # of the runs while something is waited for: it was missed, and they would go on for hours
+MAX_STEPS = 3000  # of the runs while something is waited for: it was missed, and they would go on for hours
 
 
 class Deployed:

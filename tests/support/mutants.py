@@ -41,8 +41,8 @@ MUTANTS = (
         name="tiered-forgets-failed-writes",
         area="stores",
         path="infra/stores/tiered.py",
-        old="for key, written in self._pending if key.step == step]",
-        new="for key, written in self._pending if key.step == step and not written.done()]",
+        old="for key, written in self._pending if not is_abandoned(key.step)]",
+        new="for key, written in self._pending if not is_abandoned(key.step) and not written.done()]",
         tests=("tests/contracts/test_tiered.py", "tests/contracts/test_writes.py"),
     ),
     Mutant(

@@ -38,6 +38,16 @@ SERVICES = (
 _num_polls = 0  # of all waits so far
 
 
+def children_running(part: str, of: psutil.Process | None = None) -> list[psutil.Process]:
+    """Return the children of a process, by default this one, of which an argument has such a part, and that live."""
+    found = []
+    for child in (of or psutil.Process()).children():
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if any(part in argument for argument in child.cmdline()):
+                found.append(child)
+    return found
+
+
 class Deadlock(AssertionError):
     """Nothing that is waited for makes progress any more."""
 

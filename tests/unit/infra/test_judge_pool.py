@@ -104,7 +104,7 @@ def test_the_time_limit_begins_with_a_responses_own_request(server: JudgeServer)
 
 def test_one_process_keeps_to_its_number_of_requests(server: JudgeServer) -> None:
     with judged_by(server, concurrency=3) as scorer, scorer.open_batch() as batch:
-        wait_until(lambda: server.requests)
+        wait_until(lambda: server.requests and not server.num_open)
         server.gate.clear()
         for number, item in enumerate(items(*map(str, range(10)))):
             batch.add(number, item)

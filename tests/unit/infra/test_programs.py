@@ -13,6 +13,7 @@ import pytest
 from infra.integrations.conversation import Conversation, Request
 from tests.support.programs import begin, failure, program, program_at, row, started, turns
 from tests.support.progress import wait_until
+from tests.support.reward_pools import wait_for_exit
 
 GUESSES = """
     say("You guess a number.", role="system")
@@ -369,7 +370,7 @@ def test_a_program_that_ends_before_its_turn_is_not_rewarded_for_it(tmp_path: Pa
     code = """
         import threading
         threading.Thread(target=ask, daemon=True).start()
-        time.sleep(0.5)  # its client has given up
+        time.sleep(2)  # its client has given up
         print(json.dumps({"reward": 0.0}), flush=True)
         open(task["info"]["log"], "w").write(str(os.getpid()))
         os._exit(0)
@@ -408,7 +409,7 @@ def test_a_program_that_ignores_signals_ends_with_its_environment_process(tmp_pa
     with started(program(tmp_path, code)) as pool:
         pid = int(begin(pool)[0].observations[-1])
         os.kill(pool.pids[0], 9)
-        wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+        wait_for_exit(pid)
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -492,7 +493,7 @@ def test_a_killed_process_takes_its_programs_along_and_they_are_started_again(tm
         first = int(log.read_text().split()[0])
         root = Path(os.readlink(f"/proc/{first}/cwd")).parents[1]
         os.kill(pool.pids[0], 9)
-        wait_until(lambda: not psutil.pid_exists(first) or psutil.Process(first).status() == "zombie")
+        wait_for_exit(first)
         assert turns(pool, ["c"])[0].observations == ("2 c",)
         asked, again, asked_again = (
             log.read_text().split()[1:3],

@@ -13,6 +13,7 @@ from infra.integrations import python_tool
 from infra.integrations.python_tool import OUTPUT_CHARACTERS, Limits, python, run_python
 from rl_core.environments.tools import ToolEnvironment, load_tools, tool_schemas
 from tests.support.progress import wait_until
+from tests.support.reward_pools import wait_for_exit
 
 PATIENT_SECONDS = 1000  # on a busy machine, too
 PATH = "infra.integrations.python_tool:python"
@@ -150,7 +151,7 @@ def test_code_ends_with_the_process_that_runs_it(tmp_path) -> None:
     finally:
         process.kill()
         process.wait()
-    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    wait_for_exit(child.pid)
     begun.unlink()
     [folder] = tmp_path.iterdir()  # nobody was left to remove it
     folder.rmdir()

@@ -75,10 +75,9 @@ def test_writing_is_progress() -> None:
 
 
 def test_waiting_for_a_processor_is_progress() -> None:
-    cores = psutil.cpu_count() or 1
-    busy = "while True: pass"
-    starved = psutil.Popen([sys.executable, "-c", busy], preexec_fn=lambda: os.nice(19))
-    others = [psutil.Popen([sys.executable, "-c", busy]) for _ in range(cores + 1)]
+    busy = f"import os; os.sched_setaffinity(0, {[min(os.sched_getaffinity(0))]})\nwhile True: pass"
+    starved, *others = (psutil.Popen([sys.executable, "-c", busy]) for _ in range(4))
+    wait_until(lambda: all(len(process.cpu_affinity()) == 1 for process in (starved, *others)))
     clock = ManualClock()
     progress = Progress(list, clock=clock, services=lambda: [starved])
     try:
