@@ -13,7 +13,7 @@ STEPS, NUM_TURNS, NUM_BRANCHES = 3, 5, 3
 AGENT = """
 import random
 
-place = task["info"]["folder"] if "folder" in task["info"] else os.environ["BRANCHES_FOLDER"]
+place = {folder!r}
 held, prompt = os.path.join(place, "held"), list(messages)
 ask()
 say("go on")
@@ -47,8 +47,8 @@ COLUMNS = ("prompt_ids", "response_ids", "loss_mask", "sampler_logprobs", *BRANC
 
 @pytest.fixture(scope="module")
 def expected(workplace: Workplace) -> Run:
-    (workplace.folder / "branching.py").write_text(PRELUDE + AGENT)
-    workplace.environment["BRANCHES_FOLDER"] = str(workplace.folder)
+    agent = AGENT.replace("{folder!r}", repr(str(workplace.folder)))
+    (workplace.folder / "branching.py").write_text(PRELUDE + agent)
     workplace.sluice(*CONFIG, "--run-id", "branches")
     return workplace.run("branches")
 
