@@ -53,7 +53,6 @@ from rl_core.views import with_groups
 from schemas.batch import BatchHandle
 from schemas.config.changes import scoring_digest
 from schemas.metrics import merge_metrics, values
-from schemas.packed import PackedInts
 from schemas.placement import GpuPhase, PhaseMemory
 from schemas.rollout import RolloutHandle
 from schemas.step import PolicyHandle, RunHandle, ScoredColumn, Span, StepReport
@@ -131,11 +130,11 @@ class SharedGpus:
 
 
 async def score_batch(
-    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: PackedInts, phase: PhaseTimer
+    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, rollout: RolloutHandle, phase: PhaseTimer
 ) -> dict[str, ScoredColumn]:
     """Put the rows' log-probs under the policy, unless the update computes them, and any reference and teachers.
 
-    All are computed at the same time where that is faster; `groups` has the group of each row.
+    All are computed at the same time where that is faster.
 
     Returns:
         The columns, to be added to the batch in this order, by stage. They don't depend on what ran together.
@@ -143,9 +142,9 @@ async def score_batch(
     config = run.config
     passes: dict[str, Callable[[BatchHandle], Coroutine[Any, Any, ScoredColumn]]] = {}
     if config.scores_behavior:
-        passes["logprob"] = lambda rows: score_behavior(run, policy, rows, groups)
+        passes["logprob"] = lambda rows: score_behavior(run, policy, rows, rollout.group_ids, rollout.pairs_apart)
     if config.kl.coef:
-        passes["reference"] = lambda rows: score_reference(run, policy, rows, groups)
+        passes["reference"] = lambda rows: score_reference(run, policy, rows, rollout.group_ids, rollout.pairs_apart)
     if config.distillation:
         passes["teacher"] = lambda rows: score_teachers(run, policy, rows)
     scores: dict[str, ScoredColumn] = {}
@@ -248,7 +247,7 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer, n
         with phase("publish"):
             published = (await publish_weights(run, policy)).transfer
     async with next_rollout(run, policy, rollout, phase, notice):
-        scores = await score_batch(run, policy, stored.batch, rollout.group_ids, phase)
+        scores = await score_batch(run, policy, stored.batch, rollout, phase)
         traffic |= {stage: score.traffic for stage, score in scores.items()}
         batch = with_groups(stored.batch, [score.group for score in scores.values()])
         row_kl = scores["reference"].row_kl if "reference" in scores else None

@@ -94,6 +94,7 @@ class RolloutShard(Frozen):
     truncated: PackedInts  # N; 1: the response was cut off by the token limit, 0: it is complete
     num_turns: PackedInts = PackedInts()  # N; none if no environment answers
     turn_rewards: PackedFloats = PackedFloats()  # of all rows' turns, row by row
+    pairs_apart: PackedFloats = PackedFloats()  # N, of tokens on different branches of a row; none if no row branches
     parts: dict[str, PackedFloats] = Field(default_factory=dict)  # N each; None: the row lacks this part
     token_lag: NonNegativeInt | None = None  # the sum over tokens of step - version, if several versions sampled
     begun: tuple[PartialGroups, ...] = ()  # what it continued, of its own step and later ones
@@ -264,6 +265,12 @@ class RolloutHandle(Frozen):
     @property
     def turn_rewards(self) -> PackedFloats:
         return PackedFloats.concat(shard.turn_rewards for shard in self.shards)
+
+    @property
+    def pairs_apart(self) -> PackedFloats:
+        """Pairs of tokens on different branches of each row; none if no row branches."""
+        shards = self.shards if any(shard.pairs_apart for shard in self.shards) else ()
+        return PackedFloats.concat(shard.pairs_apart or PackedFloats((0.0,) * shard.num_rows) for shard in shards)
 
     @property
     def truncated(self) -> PackedInts:

@@ -13,7 +13,7 @@ from infra.workers.launch import get_group
 from infra.workers.layout import teacher_workers
 from infra.workers.placement import score_together
 from rl_core.planning import plan_forward
-from rl_core.planning.plan import rows_by_rank
+from rl_core.planning.plan import PairsLike, rows_by_rank
 from rl_core.views import decode_ints, select, with_column
 from rl_core.views.integers import IntsLike
 from schemas.batch import BatchHandle
@@ -25,23 +25,23 @@ from tasks.stage import stage
 
 @stage("logprob")
 async def score_behavior(
-    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: IntsLike | None = None
+    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: IntsLike | None = None, apart: PairsLike = ()
 ) -> ScoredColumn:
     """Add `behavior_logprobs`: the trainer's log-probs under the weights that sampled; see `plan_scoring`."""
     group = await get_group(run, "policy")
-    plan = plan_scoring(run, batch, group, groups)
+    plan = plan_scoring(run, batch, group, groups, apart)
     results = await group.call("score", batch, plan, policy.version)
     return _with_results(run, batch, rows_by_rank(plan), results)
 
 
 @stage("reference")
 async def score_reference(
-    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: IntsLike | None = None
+    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: IntsLike | None = None, apart: PairsLike = ()
 ) -> ScoredColumn:
     """Add `reference_logprobs`: the log-probs under the frozen starting weights; see `plan_scoring`."""
     needs_worker = run.config.needs_reference_worker
     group = await get_group(run, "reference" if needs_worker else "policy")
-    plan = plan_scoring(run, batch, group, groups)
+    plan = plan_scoring(run, batch, group, groups, apart)
     results = await group.call("score" if needs_worker else "score_reference", batch, plan)
     return _with_results(run, batch, rows_by_rank(plan), results)
 
@@ -78,6 +78,7 @@ def plan_scoring(
     batch: BatchHandle,
     group: WorkerGroup,
     groups: IntsLike | None = None,
+    apart: PairsLike = (),
     prompt_lengths: IntsLike | None = None,
 ) -> ForwardPlan:
     """Deal a batch's rows to the ranks that score them.
@@ -87,6 +88,7 @@ def plan_scoring(
         batch: The rows.
         group: The ranks.
         groups: The group of each row, whose prompt is computed once if the config shares prompts; None: of no other.
+        apart: Pairs of tokens on different branches of each row; empty: no row branches.
         prompt_lengths: Of the prompts that a teacher reads; None: of the batch's own.
     """
     packing = run.config.packing
@@ -97,6 +99,7 @@ def plan_scoring(
         token_budget=packing.token_budget,
         groups=groups,
         share_prompts=bool(packing.share_prompts) and groups is not None,
+        pairs_apart=apart,
     )
 
 

@@ -126,11 +126,11 @@ class ReplaySession:
         policy, config = self._handle(stored.step), self.run.config
         self.store.open(stored.step)
         batch, groups = stored.rows.replace(run_id=self.run.run_id), list[ColumnGroup]()
-        row_kl = None
+        row_kl, sizes = None, (rollout.group_ids, rollout.pairs_apart)
         if config.scores_behavior:
-            groups.append((await score_behavior.fn(self.run, policy, batch, rollout.group_ids)).group)
+            groups.append((await score_behavior.fn(self.run, policy, batch, *sizes)).group)
         if config.kl.coef:
-            scored = await score_reference.fn(self.run, policy, with_groups(batch, groups), rollout.group_ids)
+            scored = await score_reference.fn(self.run, policy, with_groups(batch, groups), *sizes)
             groups.append(scored.group)
             row_kl = scored.row_kl
         if config.distillation:
@@ -153,7 +153,7 @@ class ReplaySession:
         """
         group, batch = await self._policy(), stored.rows.replace(run_id=self.run.run_id)
         self.store.open(stored.step)
-        plan = plan_scoring(self.run, batch, group, stored.rollout.group_ids)
+        plan = plan_scoring(self.run, batch, group, stored.rollout.group_ids, stored.rollout.pairs_apart)
         results = await group.call("score", batch, plan, version, stage)
         puts = [result.put for result in results if result.put is not None]
         scored = with_column(batch, puts[0].dtypes, [put.chunk for put in puts], rows_by_rank(plan))

@@ -220,14 +220,13 @@ class Episodes:
                         rows.end(row.place)
                         yield self._finish(row, end)
                         continue
-                    seed = derive_seed(row.seed, len(row.turns))
-                    if not row.add_bridge(bridge, parent):
-                        rows.extend(row.place, bridge, seed, _turn_limit(row, dialogue, sampling))
-                        continue
-                    rows.end(row.place)
-                    limit = _turn_limit(row, dialogue, sampling)
-                    (row.place,) = rows.begin([GenerationRequest(row.context, (seed,), limit)])
-                    by_place[row.place] = row
+                    branches = row.add_bridge(bridge, parent)
+                    seed, limit = derive_seed(row.seed, len(row.turns)), _turn_limit(row, dialogue, sampling)
+                    if branches:
+                        row.place = rows.branch(row.place, GenerationRequest(row.context, (seed,), limit))
+                        by_place[row.place] = row
+                    else:
+                        rows.extend(row.place, bridge, seed, limit)
 
     def _begun(self, prompt: PromptRow, reply: Reply | None) -> tuple[PromptRow, _Reset]:
         """Return a row's prompt with what the reset has added to it, and how the reset went."""

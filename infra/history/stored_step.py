@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
-from rl_core.columns.jagged import flat_values, offsets, row_lengths
+from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of, flat_values, offsets, pairs_apart, row_lengths
 from rl_core.columns.prompts import repeat_prompts, rows_of_prompts
 from rl_core.rollout.responses import describe_responses
 from rl_core.views import new_batch
@@ -22,7 +22,10 @@ from schemas.rollout import ReusedGroup, RolloutHandle, RolloutShard
 TURNS = "turn_tokens"  # a column of responses of several turns
 
 # What `shard_of` reads, besides the columns of rewards; those that take most bytes aren't among them.
-_SCALARS = {"prompt_ids", "response_ids", "loss_mask", "finish_reason", "sample_id", "group_id", TURNS, "turn_rewards"}
+_SCALARS = {
+    *("prompt_ids", "response_ids", "loss_mask", "finish_reason", "sample_id", "group_id", "turn_rewards"),
+    *BRANCH_COLUMNS,
+}
 
 
 class StoredStep:
@@ -148,6 +151,8 @@ def shard_of(number: int, columns: pa.RecordBatch, first_reused: int) -> Rollout
     origins = dict(zip(ids, columns["sample_id"].to_pylist(), strict=True)) if groups[-1] >= first_reused else {}
     parts = {name for name in columns.schema.names if name.startswith(REWARD_PART_PREFIX)}
     turns = TURNS in columns.schema.names
+    prompts, responses = row_lengths(columns["prompt_ids"]), row_lengths(columns["response_ids"])
+    branches = branches_of(*(columns[name] for name in BRANCH_COLUMNS)) if turns else None
     return RolloutShard(
         shard=number,
         worker=0,
@@ -155,12 +160,13 @@ def shard_of(number: int, columns: pa.RecordBatch, first_reused: int) -> Rollout
         reused=tuple(ReusedGroup.of(origins[group]) for group in groups) if origins else (),
         rewards=tuple(columns["reward"].to_pylist()),
         group_ids=tuple(ids),
-        prompt_lengths=tuple(row_lengths(columns["prompt_ids"]).tolist()),
+        prompt_lengths=tuple(prompts.tolist()),
         **describe_responses(
             _rows_of(columns["response_ids"]), _rows_of(columns["loss_mask"]), columns["finish_reason"].to_pylist()
         ),
         num_turns=tuple(row_lengths(columns[TURNS]).tolist()) if turns else (),
         turn_rewards=tuple(columns["turn_rewards"].flatten().to_pylist()) if turns else (),
+        pairs_apart=tuple(pairs_apart(prompts, responses, branches)) if branches else (),
         parts={name.removeprefix(REWARD_PART_PREFIX): tuple(columns[name].to_pylist()) for name in sorted(parts)},
     )
 

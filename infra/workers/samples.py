@@ -12,7 +12,7 @@ from infra.datasets.teacher_prompts import TeacherPrompts
 from infra.engines.base import Generation, SamplingMask, TokenExperts
 from infra.environments.trajectory import Trajectory
 from infra.workers.sampling import ScoredResponse
-from rl_core.columns.jagged import jagged, token_dtype
+from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of, jagged, pairs_apart, token_dtype
 from rl_core.rewards import RewardOutcome, as_stored
 from rl_core.rollout.responses import describe_responses
 from schemas.catalog import REWARD_PART_PREFIX
@@ -78,6 +78,10 @@ def make_shard(
     outcomes = [sample.response.outcome for sample in samples]
     generations = [sample.response.generation for sample in samples]
     trajectories = trajectories_of(samples)
+    turns = _turns(trajectories)
+    branches = branches_of(*(turns[name] for name in BRANCH_COLUMNS)) if turns else None
+    prompts = np.array([len(sample.prompt.prompt_ids) for sample in samples], dtype=np.int64)
+    responses = np.array([len(generation.token_ids) for generation in generations], dtype=np.int64)
     first_of_group = {sample.group_id: sample for sample in reversed(samples)}
     return RolloutShard(
         shard=shard,
@@ -85,7 +89,7 @@ def make_shard(
         groups=tuple(groups),
         rewards=tuple(as_stored(outcome.reward) for outcome in outcomes),
         group_ids=tuple(sample.group_id for sample in samples),
-        prompt_lengths=tuple(len(sample.prompt.prompt_ids) for sample in samples),
+        prompt_lengths=tuple(prompts.tolist()),
         **describe_responses(
             [generation.token_ids for generation in generations],
             [_trained(generation) for generation in generations],
@@ -94,6 +98,7 @@ def make_shard(
         token_lag=_token_lag(step, samples),
         num_turns=tuple(len(trajectory.turns) for trajectory in trajectories),
         turn_rewards=tuple(as_stored(turn.reward) for trajectory in trajectories for turn in trajectory.turns),
+        pairs_apart=tuple(pairs_apart(prompts, responses, branches)) if branches else (),
         parts={
             name: tuple(as_stored(outcome.parts.get(name)) for outcome in outcomes) for name in _part_names(outcomes)
         },

@@ -65,10 +65,10 @@ def prepare_updates(
     if not own.any():
         failure = next((shard.failure for shard in rollout.shards if shard.failure), "no message")
         raise RewardFailureError(f"all {sampled.num_rows} rewards of step {step} failed; the first failure: {failure}")
-    rewards, lengths = scored[live], as_int64(rollout.response_lengths)[live]
+    rewards = scored[live]
     groups = number_groups(as_int64(rollout.group_ids)[live])
     shaped = _shape(config, rollout, live, rewards, row_kl)
-    plan = _plan(config, step, as_int64(rollout.prompt_lengths)[live], lengths, shaped.loss_tokens, groups)
+    plan = _plan(config, step, rollout, live, shaped.loss_tokens, groups)
     inputs = AdvantageInputs.from_rows(
         shaped.rewards,
         groups,
@@ -90,9 +90,10 @@ def prepare_updates(
 def _plan_given_rows(config: RunConfig, step: int, rollout: RolloutHandle) -> StepAdvantages:
     """Plan the updates of supervised fine-tuning, whose rows have neither rewards nor advantages."""
     loss_tokens = as_int64(rollout.loss_tokens)
-    plan = _plan(config, step, as_int64(rollout.prompt_lengths), as_int64(rollout.response_lengths), loss_tokens)
+    rows = np.arange(rollout.num_rows)
+    plan = _plan(config, step, rollout, rows, loss_tokens)
     return StepAdvantages(
-        rows=np.arange(rollout.num_rows),
+        rows=rows,
         advantages=None,
         turns=None,
         plan=plan,
@@ -105,11 +106,12 @@ def _plan_given_rows(config: RunConfig, step: int, rollout: RolloutHandle) -> St
 
 
 def _plan(
-    config: RunConfig, step: int, prompts: Ints, responses: Ints, loss_tokens: Ints, groups: Ints | None = None
+    config: RunConfig, step: int, rollout: RolloutHandle, rows: Ints, loss_tokens: Ints, groups: Ints | None = None
 ) -> StepPlan:
+    apart = np.asarray(rollout.pairs_apart, dtype=np.float64)
     return plan_step(
-        prompts,
-        responses,
+        as_int64(rollout.prompt_lengths)[rows],
+        as_int64(rollout.response_lengths)[rows],
         loss_tokens,
         num_updates=config.optim.updates_per_step,
         num_ranks=config.runtime.num_policy_ranks,
@@ -117,6 +119,7 @@ def _plan(
         seed=config.seed + step,
         groups=groups,
         share_prompts=bool(config.packing.share_prompts),
+        pairs_apart=apart[rows] if apart.size else apart,
     )
 
 

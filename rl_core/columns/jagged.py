@@ -7,7 +7,9 @@ depends on the data: rows of equal length are stored in the same way.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -223,6 +225,39 @@ def branches_of(sampled: pa.Array, between: pa.Array, parents: pa.Array) -> Bran
     start, parent = _turn_starts(sampled, between), flat_values(parents).astype(np.int64)
     found = np.flatnonzero(parent != start - 1)
     return Branches(row[found], turn[found], start[found], parent[found])
+
+
+def pairs_apart(prompts: Array, responses: Array, branches: Branches) -> list[int]:
+    """Count the pairs of each row's tokens of which neither attends to the other, as they are on different branches.
+
+    Args:
+        prompts: Integers [N], tokens.
+        responses: Integers [N], tokens.
+        branches: Those of the rows.
+
+    Returns:
+        [N]; empty if no row branches.
+
+    Example:
+        >>> at = (np.array([each]) for each in (0, 1, 2, 0))  # tokens 3 and 4 of the row follow its token 1
+        >>> pairs_apart(np.array([1]), np.array([4]), Branches(*at))
+        [2]
+    """
+    if not len(branches.row):
+        return []
+    apart, lengths = [0] * len(prompts), (prompts + responses).tolist()
+    own = zip(branches.row.tolist(), branches.start.tolist(), branches.parent.tolist(), strict=True)
+    for row, members in groupby(own, key=lambda branch: branch[0]):
+        num_prompt, starts, depths = int(prompts[row]), [0], [0]  # of each part, in the row and on its path
+        for _, start, parent in members:
+            part = bisect_right(starts, num_prompt + parent) - 1  # -1: it begins from nothing
+            depths.append(depths[part] + num_prompt + parent - starts[part] + 1 if part >= 0 else 0)
+            starts.append(num_prompt + start)
+        stops = [*starts[1:], lengths[row]]
+        apart[row] = sum(
+            (stop - start) * (start - depth) for start, stop, depth in zip(starts, stops, depths, strict=True)
+        )
+    return apart
 
 
 def _turn_starts(sampled: pa.Array, between: pa.Array) -> Array:

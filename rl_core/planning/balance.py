@@ -1,7 +1,7 @@
 """Assignment of rows to ranks at balanced cost.
 
 n rows, R ranks, m rows of one rank. The cost of packed rows is a * sum(len) + b * sum(len^2): linear layers do work per
-token, attention per pair of tokens.
+token, attention per pair of tokens. Tokens on different branches of a row are no such pairs.
 """
 
 from collections.abc import Sequence
@@ -25,18 +25,22 @@ MAX_EXCHANGES = 4  # per rank; converging ranks need about two
 MIN_GAIN = 1e-3  # fraction of the gap between two ranks that an exchange must close
 
 
-def row_costs(lengths: NDArray[np.int64], *, quadratic: float = QUADRATIC_COST) -> Costs:
-    """Compute each row's cost in units of one token's linear work: len + quadratic * len^2.
+def row_costs(
+    lengths: NDArray[np.int64], apart: NDArray[np.float64] | None = None, *, quadratic: float = QUADRATIC_COST
+) -> Costs:
+    """Compute each row's cost in units of one token's linear work: len + quadratic * (len^2 - 2 * apart).
 
     Args:
         lengths: [n] prompt + response tokens; responses alone would miss most of the work.
+        apart: [n] pairs of these of which neither attends to the other, as they are on different branches; None: none.
         quadratic: The cost of attention for a pair of tokens, in the same unit.
 
     Returns:
         [n] float64.
     """
     tokens = lengths.astype(np.float64)
-    return tokens + quadratic * tokens**2
+    pairs = tokens**2 if apart is None else tokens**2 - 2 * apart
+    return tokens + quadratic * pairs
 
 
 def balance(costs: Costs, num_ranks: int, order: Rows | None = None) -> list[Rows]:

@@ -4,7 +4,8 @@ N rows, R ranks. Planning runs once, on the driver. Every worker takes its rows 
 counts at run time, and no rank waits for a micro-batch that another one doesn't have.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from schemas.errors import PlanError
 from schemas.plan import ForwardPlan, RankPlan, StepPlan, UpdatePlan
 
 Counts = NDArray[np.int64]
+PairsLike = NDArray[Any] | Sequence[float | None]  # counts, which may exceed 2^31; none is None
 
 
 def plan_step(
@@ -30,6 +32,7 @@ def plan_step(
     seed: int,
     groups: IntsLike | None = None,
     share_prompts: bool = False,
+    pairs_apart: PairsLike = (),
 ) -> StepPlan:
     """Plan all updates of one step.
 
@@ -48,6 +51,8 @@ def plan_step(
         seed: Seed of the shuffle.
         groups: [N] non-negative numbers; rows of the same group have the same prompt. None: each row is a group.
         share_prompts: Whether the prompt of a group is computed, and counts, once in a micro-batch.
+        pairs_apart: [N] pairs of each row's tokens that are on different branches, which cost nothing; empty: no row
+            branches.
 
     Returns:
         The plan; in each update all ranks have the same number of micro-batches, empty ones (dummies) last.
@@ -70,7 +75,7 @@ def plan_step(
     live = _live_rows(trained)
     check_budget(live, lengths, token_budget)
     numbers = _group_numbers(groups, len(lengths))
-    sizes = RowSizes.of(prompts, responses, numbers if share_prompts else None)
+    sizes = RowSizes.of(prompts, responses, numbers if share_prompts else None, _check_apart(pairs_apart, len(lengths)))
     updates = []
     for rows in np.array_split(_shuffled(live, numbers, seed), min(num_updates, len(live))):
         chosen = np.zeros(len(lengths), dtype=bool)
@@ -102,6 +107,7 @@ def plan_forward(
     token_budget: int,
     groups: IntsLike | None = None,
     share_prompts: bool = False,
+    pairs_apart: PairsLike = (),
 ) -> ForwardPlan:
     """Plan one forward pass over all rows, such as for log-probs: without a shuffle or denominators.
 
@@ -112,6 +118,7 @@ def plan_forward(
         token_budget: The maximum number of prompt + response tokens in a micro-batch.
         groups: [N] see `plan_step`.
         share_prompts: See `plan_step`.
+        pairs_apart: See `plan_step`.
 
     Returns:
         The plan; all ranks have the same number of micro-batches, empty ones (dummies) last.
@@ -130,7 +137,8 @@ def plan_forward(
     rows = np.arange(len(lengths), dtype=np.int64)
     check_budget(rows, lengths, token_budget)
     numbers = _group_numbers(groups, len(lengths)) if share_prompts else None
-    ranks = _plan_ranks(rows, RowSizes.of(prompts, responses, numbers), num_ranks, token_budget)
+    sizes = RowSizes.of(prompts, responses, numbers, _check_apart(pairs_apart, len(lengths)))
+    ranks = _plan_ranks(rows, sizes, num_ranks, token_budget)
     return ForwardPlan(**dict(ranks), token_budget=token_budget)
 
 
@@ -153,6 +161,16 @@ def _group_numbers(groups: IntsLike | None, num_rows: int) -> Counts | None:
     if len(numbers) != num_rows:
         raise PlanError(f"there are {len(numbers)} group numbers for {num_rows} rows; expected one of each per row")
     return numbers
+
+
+def _check_apart(pairs_apart: PairsLike, num_rows: int) -> NDArray[np.float64] | None:
+    """Return the pairs of tokens on different branches of each row: [N]; None if no row branches."""
+    apart = np.asarray(pairs_apart, dtype=np.float64)
+    if not apart.size:
+        return None
+    if apart.shape != (num_rows,):
+        raise PlanError(f"there are {apart.size} counts of pairs for {num_rows} rows; expected one of each per row")
+    return apart
 
 
 def _shuffled(rows: Rows, groups: Counts | None, seed: int) -> Rows:

@@ -26,6 +26,7 @@ class RowSizes:
         groups: [N] from 0; rows of the same group share their prompt. None: no rows share one.
         lengths: [N] prompt + response tokens.
         costs: [N] see `row_costs`.
+        has_branches: Whether a row branches, so that a longer one may cost less.
     """
 
     prompts: Lengths
@@ -33,15 +34,25 @@ class RowSizes:
     groups: Rows | None
     lengths: Lengths
     costs: Costs
+    has_branches: bool
 
     @classmethod
-    def of(cls, prompts: Lengths, responses: Lengths, groups: Rows | None = None) -> "RowSizes":
-        """Return the sizes of rows; those of a group whose prompts are of unequal lengths share them by length."""
+    def of(
+        cls, prompts: Lengths, responses: Lengths, groups: Rows | None = None, apart: Costs | None = None
+    ) -> "RowSizes":
+        """Return the sizes of rows; those of a group whose prompts are of unequal lengths share them by length.
+
+        Args:
+            prompts: [N] tokens.
+            responses: [N] tokens.
+            groups: [N] from 0; None: no rows share prompts.
+            apart: [N] see `row_costs`; None: no row branches.
+        """
         if groups is not None:
             _, group = np.unique(groups, return_inverse=True)
             _, groups = np.unique(group * (int(prompts.max(initial=0)) + 1) + prompts, return_inverse=True)
         lengths = prompts + responses
-        return cls(prompts, responses, groups, lengths, row_costs(lengths))
+        return cls(prompts, responses, groups, lengths, row_costs(lengths, apart), apart is not None)
 
     def in_bins(self, rows: Rows, bins: Rows) -> tuple[Lengths, Costs]:
         """Return what each row adds to its bin, in which a prompt counts for the first row that has it.
@@ -122,8 +133,9 @@ def balance_items(sizes: RowSizes, rows: Rows, num_ranks: int, token_budget: int
     if sizes.groups is None:
         lengths = sizes.lengths[rows]
         items = Items(rows, np.arange(len(rows)), lengths, sizes.costs[rows])
-        # Longer rows cost more, and integers are sorted in half the time.
-        return items, balance(items.costs, num_ranks, sort_by(lengths.max() - lengths, items.of_rows))
+        # Longer rows cost more, unless they branch, and integers are sorted in half the time.
+        order = None if sizes.has_branches else sort_by(lengths.max() - lengths, items.of_rows)
+        return items, balance(items.costs, num_ranks, order)
     whole = _cut(sizes, rows, token_budget)
     ranks = balance(whole.costs, num_ranks)
     if len(whole.lengths) == len(rows):  # there is no group to split

@@ -75,6 +75,14 @@ def test_each_token_is_stored_and_trained_once(expected: Run) -> None:
         assert all(logprob == 0 for logprob in np.array(row["sampler_logprobs"])[~np.array(row["loss_mask"])])
 
 
+def test_the_engine_computes_each_token_once(expected: Run) -> None:
+    for step, report in enumerate(expected.metrics.steps()):
+        rows = read_step(expected.path, step, columns=("prompt_ids", "turn_bridge_tokens"))
+        given = sum(len(tokens) for tokens in rows["prompt_ids"].to_pylist())
+        between = sum(sum(turns) for turns in rows["turn_bridge_tokens"].to_pylist())
+        assert 0 < report.telemetry["engine/prefill_tokens"] <= given + between
+
+
 def test_a_killed_run_ends_in_the_same_weights(workplace: Workplace, expected: Run) -> None:
     run, waiting, held = (
         workplace.run("branches-killed"),

@@ -28,6 +28,7 @@ from tests.support.configs import run_config
 from tests.support.engine_checks import (
     MAX_MODEL_LEN,
     PROMPTS,
+    assert_branches_are_exact,
     assert_degenerate_requests_work,
     assert_identical,
     assert_logprobs,
@@ -116,6 +117,7 @@ def test_rows_end_and_go_on_as_those_of_every_engine(engine: ProgramEngine, mode
     assert_stop_tokens_end_responses(engine, PROMPTS[0])
     assert_requests_have_limits_of_their_own(engine, model)
     assert assert_turns_are_exact(engine, model, joins=True)
+    assert assert_branches_are_exact(engine, model, joins=True)
     assert_degenerate_requests_work(engine, PROMPTS[0])
 
 

@@ -40,7 +40,6 @@ class GivenTurns:
         self._tokenizer, self._turns = make_tokenizer(), [list(texts) for texts in turns]
         self._histories: list[np.ndarray] = []
         self._unfinished: list[int] = []
-        self._ended = 0
         self.prompts: list[str] = []  # of each turn
 
     @property
@@ -54,9 +53,6 @@ class GivenTurns:
     def begin(self, requests: Sequence[GenerationRequest]) -> range:
         begun = [request.prompt_ids for request in requests for _ in request.seeds]
         rows = range(len(self._histories), len(self._histories) + len(begun))
-        if self._histories:  # a row that branches goes on in another place
-            assert len(begun) == 1
-            self._turns.append(self._turns[self._ended])
         self._histories += begun
         self._unfinished += rows
         return rows
@@ -65,12 +61,18 @@ class GivenTurns:
         self._histories[row] = np.concatenate([self._histories[row], token_ids])
         self._unfinished.append(row)
 
+    def branch(self, row: int, request: GenerationRequest) -> int:
+        (place,) = self.begin([request])
+        self._turns.append(self._turns[row])
+        self.end(row)
+        return place
+
     def step(self) -> list[tuple[int, Generation]]:
         rows, self._unfinished = self._unfinished, []
         return [(row, self._turn(row)) for row in rows]
 
     def end(self, row: int) -> None:
-        self._histories[row], self._ended = np.empty(0), row
+        self._histories[row] = np.empty(0)
 
     def close(self) -> None:
         self._histories.clear()

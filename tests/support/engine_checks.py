@@ -163,6 +163,73 @@ def assert_turns_are_exact(engine: RolloutEngine, model: PreTrainedModel, *, joi
     return sum(int(np.isnan(logprobs).sum()) for _, logprobs in found)
 
 
+def play_branches(
+    engine: RolloutEngine, sampling: Sampling, *, joins: bool
+) -> list[list[tuple[list[int], Generation]]]:
+    """Return the turns of two rows of each prompt, per row: all tokens before each, and what it has sampled.
+
+    Each row goes on once, leaves its chat for one that begins with a part of its prompt or with nothing of it, comes
+    back to where it was, leaves that before its last token, asks its prompt again, and goes on.
+
+    Args:
+        engine: The engine.
+        sampling: How tokens are sampled.
+        joins: Whether a row samples on at once; if not, when all others have ended their turns.
+    """
+    requests = [GenerationRequest(np.array(prompt), (10 * row, 10 * row + 1), 3) for row, prompt in enumerate(PROMPTS)]
+    turns: dict[int, list[tuple[list[int], Generation]]] = {row: [] for row in range(2 * len(PROMPTS))}
+    waiting: list[int] = []
+    with closing(engine.open_rows(sampling, several_turns=True)) as rows:
+        row_of = dict(zip(rows.begin(requests), turns, strict=True))
+        contexts = {row: PROMPTS[row // 2] for row in turns}
+        while rows.num_unfinished or waiting:
+            for place, part in rows.step() if rows.num_unfinished else ():
+                turns[row_of[place]].append((contexts[row_of[place]], part))
+                (waiting.append if len(turns[row_of[place]]) < 7 else rows.end)(place)
+            for place in sorted(waiting) if joins or not rows.num_unfinished else ():
+                waiting.remove(place)
+                row, number = row_of[place], len(turns[row_of[place]])
+                prompt, paths = PROMPTS[row // 2], [[*before, *part.token_ids.tolist()] for before, part in turns[row]]
+                between, seed, limit = list(range(20, 21 + row % 3)), 100 * row + number, 2 + (row + number) % 5
+                if number in (1, 6):
+                    contexts[row] = [*paths[-1], *between]
+                    rows.extend(place, np.array(between), seed, limit)
+                    continue
+                contexts[row] = {
+                    2: [*prompt[: len(prompt) // 2], 30, *between],
+                    3: [*paths[1], 40, *between],
+                    4: [*paths[-1][:-1], (paths[-1][-1] + 1) % 200, *between],
+                    5: list(prompt),
+                }[number]
+                request = GenerationRequest(np.array(contexts[row]), (seed,), limit)
+                row_of[rows.branch(place, request)] = row
+    return list(turns.values())
+
+
+def assert_branches_are_exact(engine: RolloutEngine, model: PreTrainedModel, *, joins: bool) -> int:
+    """Assert that turns of rows that branch have one forward's log-probs, and the same bits again.
+
+    Returns:
+        The tokens that are neither sampled nor those of a prompt, each path of a row with those of the others.
+    """
+    sampling = Sampling(12, temperature=0.9)
+    found = play_branches(engine, sampling, joins=joins)
+    num_new = 0
+    for row, turns in enumerate(found):
+        assert len(turns) == 7
+        prompt = PROMPTS[row // 2]
+        known = {tuple(prompt[:stop]) for stop in range(len(prompt) + 1)}
+        for before, part in turns:
+            assert_logprobs(part, plain_logprobs(model, before, part.token_ids, 0.9))
+            path = [*before, *part.token_ids.tolist()]
+            num_new += len({tuple(before[:stop]) for stop in range(len(before) + 1)} - known)
+            known |= {tuple(path[:stop]) for stop in range(len(path) + 1)}
+    again = play_branches(engine, sampling, joins=joins)
+    for row, turns in enumerate(again):
+        assert_identical([part for _, part in turns], [part for _, part in found[row]])
+    return num_new
+
+
 def assert_degenerate_requests_work(engine: RolloutEngine, prompt: Sequence[int]) -> None:
     """Assert what requests without samples give, and that an empty prompt is rejected."""
     assert generate_all(engine, [], Sampling(4)) == []

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,21 +17,49 @@ from rl_core.scoring import RouterReplay
 _CHANGE_FRACTION = 1 / 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Start:
     """Rows that wait for a place: of one prompt, or a single one that is continued."""
 
     rows: tuple[int, ...]
     seeds: tuple[int, ...]
     limit: int  # the most tokens that each samples
+    token_ids: np.ndarray  # all tokens before that
+
+
+@dataclass(frozen=True, eq=False)
+class _Path:
+    """Tokens of a row whose cache is kept outside of any batch."""
+
+    row: int
+    token_ids: np.ndarray  # the last one of which has not been run
+    cache: RowCache
+
+    @property
+    def num_cached(self) -> int:
+        """The tokens in the cache."""
+        return _num_cached(self.cache)
+
+    def num_common(self, token_ids: np.ndarray) -> int:
+        """Return how many of its tokens others begin with."""
+        size = min(len(self.token_ids), len(token_ids))
+        differs = self.token_ids[:size] != token_ids[:size]
+        return int(differs.argmax()) if differs.any() else size
+
+
+class _Beginning(NamedTuple):
+    """The cache of tokens that the next turn of a row begins with."""
+
+    cache: RowCache | None = None  # None: of none
+    is_whole: bool = False  # whether the turn continues a path from its end
 
 
 class TransformersRows:
     """`DecodingRows` of a transformers model.
 
     Rows that join are prefilled as a batch of their own, which then merges with the others. The cache of a row whose
-    turn has ended is kept aside when it leaves its batch, as long as there is room; a row without one is computed from
-    its first token again.
+    turn has ended is kept aside when it leaves its batch, as long as there is room, and so are those of paths that the
+    row has left by a branch; a turn computes what follows the longest beginning that is kept.
 
     Args:
         model: The model.
@@ -60,7 +89,8 @@ class TransformersRows:
         self._waiting: list[_Start] = []
         self._batches: list[DecodingBatch] = []
         self._ended_at: dict[int, int] = {}  # the width of its batch when a row's turn ended, until it leaves
-        self._held: dict[int, RowCache] = {}  # of rows that have left their batch, without their last token
+        self._held: dict[int, _Path] = {}  # of rows that have left their batch
+        self._left: list[_Path] = []  # that rows have left by branches, the oldest first
 
     @property
     def num_unfinished(self) -> int:
@@ -74,16 +104,22 @@ class TransformersRows:
         numbers = iter(added)
         for request in requests:
             if rows := tuple(next(numbers) for _ in request.seeds):
-                self._histories.update(dict.fromkeys(rows, np.asarray(request.prompt_ids)))
-                self._waiting.append(_Start(rows, request.seeds, request.token_limit(self._sampling)))
+                prompt_ids, limit = np.asarray(request.prompt_ids), request.token_limit(self._sampling)
+                self._waiting.append(_Start(rows, request.seeds, limit, prompt_ids))
         return added
 
     def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int) -> None:
         """Add the next turn of a row whose turn has ended; see `DecodingRows.extend`."""
         assert self._several_turns, "rows are extended only if they were opened so"
-        sampled, _, _ = self._samples.of_row(row)
-        self._histories[row] = np.concatenate([self._histories[row], sampled, token_ids])
-        self._waiting.append(_Start((row,), (seed,), max_tokens))
+        self._waiting.append(_Start((row,), (seed,), max_tokens, np.concatenate([self._tokens_of(row), token_ids])))
+
+    def branch(self, row: int, request: GenerationRequest) -> int:
+        """Add the next turn of a row, after other tokens than its own; see `DecodingRows.branch`."""
+        assert self._several_turns, "rows branch only if they were opened so"
+        check_prompts([request], self._sampling)
+        limit = request.token_limit(self._sampling)
+        self._waiting.append(_Start((row,), request.seeds, limit, np.asarray(request.prompt_ids)))
+        return row
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Generation]]:
@@ -110,10 +146,11 @@ class TransformersRows:
         """Forget a row whose turn has ended."""
         del self._histories[row]
         self._held.pop(row, None)
+        self._left = [path for path in self._left if path.row != row]
 
     def close(self) -> None:
         """Forget all rows."""
-        for entries in (self._histories, self._waiting, self._batches, self._ended_at, self._held):
+        for entries in (self._histories, self._waiting, self._batches, self._ended_at, self._held, self._left):
             entries.clear()
 
     @property
@@ -122,8 +159,12 @@ class TransformersRows:
 
     @property
     def _num_held(self) -> int:
-        """The cached tokens of rows that have left their batch."""
-        return sum(states[0][0].shape[1] for states in self._held.values())
+        """The cached tokens outside of any batch."""
+        return sum(path.num_cached for path in (*self._held.values(), *self._left))
+
+    def _tokens_of(self, row: int) -> np.ndarray:
+        """Return all tokens of a row whose turn has ended."""
+        return np.concatenate([self._histories[row], self._samples.of_row(row)[0]])
 
     def _remove_ended(self) -> None:
         """Remove rows whose turn has ended from batches of which they are a large enough fraction, or must be."""
@@ -138,13 +179,13 @@ class TransformersRows:
         for row in batch.rows[~goes_on].tolist():
             width = self._ended_at.pop(row)
             if self._several_turns and row in self._histories and batch.can_move_rows:
-                self._held[row] = batch.take(row, width)
+                self._held[row] = _Path(row, self._tokens_of(row), batch.take(row, width))
         if goes_on.any():
             batch.keep(goes_on)
         else:
             self._batches.remove(batch)
 
-    def _admitted(self) -> list[_Start]:
+    def _admitted(self) -> list[tuple[_Start, _Beginning]]:
         """Return the next of the rows that wait, as many as have room next to those that are decoded."""
         running = np.flatnonzero(~self._samples.ended)
         if not self._waiting or (
@@ -154,41 +195,61 @@ class TransformersRows:
         longest = max((len(self._histories[row]) + self._samples.limits[row] for row in running), default=0)
         num_rows, taken = len(running), 0
         for start in self._waiting:
-            length = max(longest, len(self._histories[start.rows[0]]) + start.limit)
+            length = max(longest, len(start.token_ids) + start.limit)
             if num_rows and (num_rows + len(start.rows)) * length > self._max_cache_tokens:
                 break
             num_rows, longest, taken = num_rows + len(start.rows), length, taken + 1
         starts, self._waiting = self._waiting[:taken], self._waiting[taken:]
-        self._make_room(num_rows * longest, {row for start in starts for row in start.rows})
-        return starts
+        admitted = [(start, self._take_beginning(start)) for start in starts]
+        self._make_room(num_rows * longest)
+        return admitted
 
-    def _make_room(self, num_tokens: int, returning: set[int]) -> None:
-        """Drop what was kept of rows, the oldest first, until `num_tokens` next to it fit into the cache."""
-        kept = self._num_held - sum(self._held[row][0][0].shape[1] for row in returning & self._held.keys())
-        for row in [row for row in self._held if row not in returning]:
-            if num_tokens + kept <= self._max_cache_tokens:
-                break
-            kept -= self._held.pop(row)[0][0].shape[1]
+    def _take_beginning(self, start: _Start) -> _Beginning:
+        """Return the longest kept beginning of a row's next turn; a path that it continues is kept no longer."""
+        row = start.rows[0]
+        if row in self._held:
+            self._left.append(self._held.pop(row))
+        found = [(path.num_common(start.token_ids), path) for path in self._left if path.row == row]
+        if not found:
+            return _Beginning()
+        num_common, path = max(found, key=lambda each: (each[0], -each[1].num_cached))
+        if is_whole := num_common == len(path.token_ids):
+            self._left.remove(path)
+        size = min(num_common, path.num_cached, len(start.token_ids) - 1)  # the logits after its last token are needed
+        if size == 0:
+            return _Beginning()
+        return _Beginning([(keys[:, :size], values[:, :size]) for keys, values in path.cache], is_whole)
 
-    def _prefill(self, starts: Sequence[_Start]) -> list[tuple[DecodingBatch, torch.Tensor]]:
+    def _make_room(self, num_tokens: int) -> None:
+        """Drop what is kept, the paths that were left first, until `num_tokens` next to it fit into the cache."""
+        kept = self._num_held
+        while kept and num_tokens + kept > self._max_cache_tokens:
+            path = self._left.pop(0) if self._left else self._held.pop(next(iter(self._held)))
+            kept -= path.num_cached
+
+    def _prefill(self, starts: Sequence[tuple[_Start, _Beginning]]) -> list[tuple[DecodingBatch, torch.Tensor]]:
         """Start the turns of rows, and return their batches with their first logits."""
-        held_starts = [start for start in starts if start.rows[0] in self._held]
-        other_starts = [start for start in starts if start.rows[0] not in self._held]
         prefilled = []
-        for group, is_held in ((held_starts, True), (other_starts, False)):  # apart: the former get a few tokens only
+        # Apart: they get a few tokens only, those after a common beginning, or all.
+        for is_held, is_whole in ((True, True), (True, False), (False, False)):
+            group = [
+                (start, cache)
+                for start, (cache, from_end) in starts
+                if (cache is not None, from_end) == (is_held, is_whole)
+            ]
             if not group:
                 continue
-            rows = [row for start in group for row in start.rows]
-            limits = [start.limit for start in group for _ in start.rows]
-            self._samples.start(rows, [seed for start in group for seed in start.seeds], limits)
-            held = [self._held.pop(start.rows[0]) for start in group] if is_held else None
-            starting_at = [states[0][0].shape[1] for states in held] if held else [0] * len(group)
-            token_ids = [self._histories[start.rows[0]][at:] for start, at in zip(group, starting_at, strict=True)]
-            # A held row's last sampled token has not been run: it is not computed a second time.
-            self._usage.prefilled += sum(map(len, token_ids)) - (len(group) if is_held else 0)
+            rows = [row for start, _ in group for row in start.rows]
+            limits = [start.limit for start, _ in group for _ in start.rows]
+            self._samples.start(rows, [seed for start, _ in group for seed in start.seeds], limits)
+            self._histories |= {row: start.token_ids for start, _ in group for row in start.rows}
+            held = [cache for _, cache in group if cache is not None]
+            token_ids = [start.token_ids[0 if cache is None else _num_cached(cache) :] for start, cache in group]
+            # A path's last sampled token has not been run: it is not computed a second time.
+            self._usage.prefilled += sum(map(len, token_ids)) - (len(group) if is_whole else 0)
             experts = ExpertRecord(self._replay, len(rows), max(limits)) if self._replay else None
             batch = DecodingBatch(self._model, experts)
-            prefilled.append((batch, batch.prefill([start.rows for start in group], token_ids, held)))
+            prefilled.append((batch, batch.prefill([start.rows for start, _ in group], token_ids, held or None)))
         return prefilled
 
     def _add_batch(self, added: DecodingBatch) -> None:
@@ -207,3 +268,7 @@ class TransformersRows:
         token_ids, logprobs, reason = self._samples.of_row(row)
         experts, mask = batch.experts_of(row, len(token_ids)), self._samples.take_mask(row)
         return Generation(token_ids, logprobs, reason, experts=experts, sampling_mask=mask)
+
+
+def _num_cached(cache: RowCache) -> int:
+    return cache[0][0].shape[1]

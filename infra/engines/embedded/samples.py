@@ -171,10 +171,9 @@ class TurnSamples:
         first = len(self.counts)
         self.counts, self.limits = (np.pad(array, (0, num_rows)) for array in (self.counts, self.limits))
         self.ended = np.pad(self.ended, (0, num_rows), constant_values=True)
-        if len(self.counts) > len(self._noise):  # with room for more: trajectories that branch add a row each time
-            more = (0, max(num_rows, len(self._noise))), (0, 0)
-            self._noise, self._token_ids = np.pad(self._noise, more), np.pad(self._token_ids, more)
-            self._logprobs = np.pad(self._logprobs, more)
+        more = (0, num_rows), (0, 0)
+        self._noise, self._token_ids = np.pad(self._noise, more), np.pad(self._token_ids, more)
+        self._logprobs = np.pad(self._logprobs, more)
         self._reasons += ["length"] * num_rows
         return range(first, first + num_rows)
 

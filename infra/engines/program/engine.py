@@ -76,6 +76,12 @@ class ProgramRows:
         self._engine.call("extend", {"row": row, "seed": seed, "max_tokens": max_tokens}, [_ids(token_ids)])
         self._pending.add(row)
 
+    def branch(self, row: int, request: GenerationRequest) -> int:
+        """Go on in another row, whose beginning the program may know; see `DecodingRows.branch`."""
+        self.end(row)
+        (number,) = self.begin([request])
+        return number
+
     def step(self) -> list[tuple[int, Generation]]:
         """Run one forward pass of the rows that the program schedules; see `DecodingRows.step`."""
         result, buffers = self._engine.call("step")

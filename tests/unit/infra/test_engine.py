@@ -20,6 +20,7 @@ from schemas.errors import NonFiniteError, WeightsError
 from tests.support.engine_checks import PROMPTS as TURN_PROMPTS
 from tests.support.engine_checks import (
     UNFIT_WEIGHTS,
+    assert_branches_are_exact,
     assert_degenerate_requests_work,
     assert_logprobs,
     assert_requests_have_limits_of_their_own,
@@ -169,6 +170,7 @@ def test_sliding_window_layers_decode_as_in_transformers() -> None:
         assert_logprobs(generation, plain_logprobs(model, prompts[row // 3], generation.token_ids, 1.0))
     for joins in (False, True):  # rows of such layers can't be moved
         assert_turns_are_exact(engine, model, joins=joins)
+        assert_branches_are_exact(engine, model, joins=joins)
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -184,6 +186,21 @@ def test_rows_without_room_for_their_history_compute_it_again(folder: Path, join
     num_between = assert_turns_are_exact(engine, engine.model, joins=joins)
     assert engine.usage.prefilled > 2 * (sum(map(len, TURN_PROMPTS)) + num_between)
     assert engine.usage.peak_cache > 0
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_branch_computes_only_what_no_earlier_turn_has(engine: TransformersEngine, joins: bool) -> None:
+    num_new = assert_branches_are_exact(engine, engine.model, joins=joins)
+    num_rows = 2 * len(TURN_PROMPTS)  # each asks its prompt again, whose last token gives the first logits
+    assert engine.usage.prefilled == 2 * (sum(map(len, TURN_PROMPTS)) + num_new + num_rows)  # it has played twice
+
+
+def test_a_branch_without_room_for_earlier_turns_computes_them_again(folder: Path) -> None:
+    engine = TransformersEngine(load_model(ModelConfig(path=str(folder))))
+    engine.max_cache_bytes = 150 * engine._token_bytes  # about one row and a half
+    num_new = assert_branches_are_exact(engine, engine.model, joins=True)
+    assert engine.usage.prefilled > 3 * (sum(map(len, TURN_PROMPTS)) + num_new)
+    assert engine.usage.peak_cache <= 1
 
 
 def test_a_row_that_has_left_goes_on_in_another_call_order(engine: TransformersEngine) -> None:

@@ -63,7 +63,10 @@ def test_a_stored_step_gives_the_rollouts_scalars_back(run: RunDirectory) -> Non
 
 
 def samples_of(has_turns: bool) -> list[Sample]:
-    """`SAMPLES` as a rollout worker has them; an environment that answers makes a second turn of the last token."""
+    """`SAMPLES` as a rollout worker has them; an environment that answers makes a second turn of the last token.
+
+    The one of the second sample branches.
+    """
     samples = []
     for number, (group, text, reason, reward, letters) in enumerate(SAMPLES):
         ids = np.array([*text.encode(), *([END] if reason == "stop" else [])], dtype=np.int32)
@@ -73,7 +76,7 @@ def samples_of(has_turns: bool) -> list[Sample]:
         row = TrajectoryBuilder(number, PROMPT_IDS, 0, None)
         row.add_turn(first, text)
         row.add_answer(Reply(("no",), reward or 0.0))
-        row.add_bridge(np.array([7, 7]), parent=len(row.tokens) - 1)
+        row.add_bridge(np.array([7, 7]), parent=len(PROMPT_IDS) - 1 if number == 1 else len(row.tokens) - 1)
         row.add_turn(last, text)
         generation = row.finish("done" if reason == "stop" else "length") if has_turns else whole
         outcome = RewardOutcome(reward, {} if letters is None else {"letters": letters})

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from infra.history.row_tokens import turns_of
-from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of, jagged, unbranched
+from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of, jagged, pairs_apart, row_lengths, unbranched
 from rl_core.padded import VERL, Geometry, unnest
+from rl_core.planning import plan_forward, plan_step
+from rl_core.planning.balance import QUADRATIC_COST, row_costs
 from rl_core.scoring import Branch, leak_probe, pack_row, packed_scores
 from rl_core.training.rows import packed_row
-from schemas.errors import ColumnError, ScoringError
+from schemas.errors import ColumnError, PlanError, ScoringError
 from tests.unit.rl_core.gradients import gradients, relative_error
 from tests.unit.rl_core.test_shared_prompts import MODELS, TOLERANCES, model_of
 
@@ -123,6 +125,53 @@ def test_branched_rows_score_as_their_paths(name: str, trees: list[Tree], seed: 
     torch.testing.assert_close(ours[keep], alone[keep], rtol=TOLERANCES[name], atol=TOLERANCES[name])
     if found is not None:
         assert relative_error(found, gradients(model, (alone * weights)[keep].sum())) < TOLERANCES[name]
+
+
+@given(TREES, st.booleans(), st.integers(1, 3))
+def test_a_row_costs_what_its_tokens_attend_to(trees: list[Tree], same_prompt: bool, num_ranks: int) -> None:
+    columns = columns_of(trees, 0, 9, same_prompt=same_prompt)
+    prompts, responses = (row_lengths(columns[name]) for name in ("prompt_ids", "response_ids"))
+    branches = branches_of(*(columns[name] for name in BRANCH_COLUMNS))
+    apart = pairs_apart(prompts, responses, branches)
+    assert bool(apart) == bool(len(branches.row))
+    keys = [
+        [*range(1, prompt + 1), *(place + 1 for _, place, _ in found)]
+        for prompt, found in zip(prompts.tolist(), paths_of(columns)[1], strict=True)
+    ]
+    # In causal attention of a whole row, a token has half of the row's as its keys, on average: this counts twice.
+    costs = [sum(1 + QUADRATIC_COST * (2 * count - 1) for count in row) for row in keys]
+    lengths = prompts + responses
+    assert row_costs(lengths, np.array(apart, np.float64) if apart else None).tolist() == costs
+    options = {"num_ranks": num_ranks, "token_budget": 1000, "pairs_apart": apart}
+    assert sum(plan_forward(prompts, responses, **options).rank_costs) == sum(costs)
+    step = plan_step(prompts, responses, responses, num_updates=1, seed=0, **options).updates[0]
+    assert sum(step.rank_costs) == sum(costs)
+    grouped = {"groups": np.zeros_like(prompts), "share_prompts": True}
+    shared = plan_forward(prompts, responses, **options | {"num_ranks": 1}, **grouped)
+    once = sum(row_costs(np.unique(prompts)))  # equal ones of a group are shared
+    assert shared.rank_costs == (sum(costs) - sum(row_costs(prompts)) + once,)
+
+
+def test_rows_that_branch_are_balanced_by_what_they_attend_to() -> None:
+    prompts, responses = np.full(4, 2), np.full(4, 4094)
+    apart = np.array([0, 0, 2048**2, 2048**2])  # the last two are two paths of 2048 tokens each, with nothing in common
+    options = {"num_ranks": 2, "token_budget": 8192}
+    plan = plan_forward(prompts, responses, pairs_apart=apart, **options)
+    assert [set(micro.rows) for rank in plan.ranks for micro in rank] in ([{0, 2}, {1, 3}], [{0, 3}, {1, 2}])
+    assert plan.rank_costs == (2 * 4096 + (4096**2 + 2 * 2048**2) * QUADRATIC_COST,) * 2
+    assert plan_forward(prompts, responses, **options).rank_costs == (2 * (4096 + 4096**2 * QUADRATIC_COST),) * 2
+    with pytest.raises(PlanError, match="3 counts of pairs for 4 rows"):
+        plan_forward(prompts, responses, pairs_apart=apart[1:], **options)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), min_size=1), st.integers(1, 4))
+def test_rows_without_branches_are_planned_as_before(rows: list[tuple[int, int]], num_ranks: int) -> None:
+    prompts, responses = (np.array(column) for column in zip(*[*rows, (1, 1)], strict=True))
+    options = {"num_ranks": num_ranks, "token_budget": 60}
+    nothing = np.zeros(len(prompts))
+    assert plan_forward(prompts, responses, pairs_apart=nothing, **options) == plan_forward(
+        prompts, responses, **options
+    )
 
 
 def test_branches_of_columns() -> None:

@@ -10,6 +10,7 @@ import pytest
 from infra.storage.runs import RunDirectory
 from rl_core.advantages import prepare_updates
 from rl_core.columns.jagged import flat_values
+from rl_core.planning.balance import QUADRATIC_COST
 from schemas.errors import PlanError, RewardFailureError, UserError
 from schemas.metrics import values
 from schemas.rollout import RolloutHandle, RolloutShard
@@ -216,3 +217,15 @@ def test_a_step_without_anything_to_train_on(tmp_path: Path) -> None:
         compute(tmp_path / "failed", [None] * 6)
     with pytest.raises(PlanError, match="nothing to train on"):
         compute(tmp_path / "masked", [None] * 5 + [1.0], overlong={"mask_truncated": True})
+
+
+def test_a_plan_costs_less_by_what_is_on_different_branches(tmp_path: Path) -> None:
+    config = run_config(tmp_path, rollout={"max_response_tokens": MAX_RESPONSE_TOKENS})
+    rollout = rollout_of([1.0, 2.0, 3.0, None, 5.0, 6.0])
+    first, second = rollout.shards
+    branched = rollout.replace(shards=(first, second.replace(pairs_apart=(5.0, 0.0, 6.0))))
+    assert rollout.pairs_apart == ()
+    assert branched.pairs_apart == (0.0, 0.0, 0.0, 5.0, 0.0, 6.0)
+    plans = [prepare_updates(config, STEP, each).plan for each in (rollout, branched)]
+    costs = [sum(cost for update in plan.updates for cost in update.rank_costs) for plan in plans]
+    assert costs[0] - costs[1] == 2 * 6 * QUADRATIC_COST  # the fourth row takes no part
