@@ -222,9 +222,9 @@ def test_benchmarks_are_listed_and_others_refused() -> None:
     listed = run()
     assert listed.returncode == 0
     assert all(f"\n  {name} " in listed.stdout for name in COMMANDS)
-    refused = run("train")
+    refused = run("flight")
     assert refused.returncode == 2
-    assert "invalid choice: 'train' (choose from 'chaos', 'data-plane', " in refused.stderr
+    assert "invalid choice: 'flight' (choose from 'chaos', 'data-plane', " in refused.stderr
 
 
 def test_benchmarks_without_a_checkout(sluice: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
