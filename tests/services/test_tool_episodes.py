@@ -182,6 +182,7 @@ def test_a_program_leaves_its_chat_and_comes_back(tmp_path: Path) -> None:
     engine = GivenTurns([list("abcdefg")])
     (row,) = play(engine, ["5"], program(tmp_path, BRANCHING, max_turns=9))
     assert (row.failure, row.end, row.reward, row.num_branches) == (None, "done", 1.0, 4)
+    assert [sum(name in each for each in row.requests) for name in ("chat_completions", "seconds")] == [7, 7]
     begin, bridge = "<|user|>2 + 3 =<|assistant|>", "<|end|><|user|>{}<|assistant|>"
     trunk = f"{begin}a{bridge.format('go on')}"
     assert engine.prompts == [
@@ -194,6 +195,9 @@ def test_a_program_leaves_its_chat_and_comes_back(tmp_path: Path) -> None:
         f"{begin}five{bridge.format('go on')}",
     ]
     tokenizer, prompt_ids = make_tokenizer(), make_tokenizer()(begin)["input_ids"]
+    begun = [", in short<|assistant|>", *map(bridge.removeprefix("<|end|>").format, ("again", "well?"))]
+    begun.append(engine.prompts[-1].removeprefix("<|user|>2 + 3 =<|assistant|>"))
+    assert row.num_branch_tokens == sum(len(tokenizer(text)["input_ids"]) for text in begun)
     between = [turn.num_bridge_tokens for turn in row.turns]
     columns = (prompt_ids, row.token_ids, [turn.num_tokens for turn in row.turns], between, row.parents)
     names = ("prompt_ids", "response_ids", *BRANCH_COLUMNS)
