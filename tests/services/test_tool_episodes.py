@@ -1,5 +1,6 @@
 """Tools in trajectories, with turns that are given: a tiny model writes no calls."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -215,6 +216,30 @@ def test_a_branch_that_rows_of_the_run_cannot_have_is_a_failure(tmp_path: Path) 
     (row,) = play(GivenTurns(["ab"]), ["5"], program(tmp_path, code, max_turns=4), branch_fault=lambda: "it is padded")
     assert row.failure == "turn 1: the trajectory branches, but it is padded"
     assert (row.end, row.num_branches) == ("failed", 0)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "from-verl-agents.md"
+
+
+def test_the_classes_of_the_page_for_users_of_verl_and_trl_play(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tutor, counter = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "tutor.py").write_text(tutor)
+    (tmp_path / "counter.py").write_text(counter)
+    monkeypatch.syspath_prepend(tmp_path)
+    (row,) = play(GivenTurns([["4", "5"]]), ["5"], ClassEnvironment(path="tutor:Tutor", num_processes=1))
+    assert (row.failure, row.end, row.reward) == (None, "done", 1.0)
+    assert row.turns[0].observations == ("That is not right. Try again.",)
+    call = '<tool_call>{"name": "increment", "arguments": {"step": %s}}</tool_call>'
+    engine = GivenTurns([[call % 2 + call % '"x"', call % 3, "done"]])
+    (row,) = play(engine, ["5"], ClassEnvironment(path="counter:Counter", num_processes=1))
+    assert (row.failure, row.end, row.reward, row.num_branches) == (None, "done", 1.0, 0)
+    assert row.turns[0].observations[0] == "2"
+    assert row.turns[0].observations[1].startswith("error: unsupported operand")
+    assert row.turns[1].observations == ("5",)
+    assert engine.prompts[1].startswith(engine.prompts[0])
+    assert engine.prompts[0].startswith("<|pad|>")  # the template has seen the tools
 
 
 RESTARTING = """
