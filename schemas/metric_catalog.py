@@ -129,6 +129,9 @@ METRICS: dict[str, MetricSpec] = _catalog(
     # Turns, if an environment answers them.
     ("turns", "rollout", "mean", "turn", "Turns of the model in a trajectory.", _PAGES, ".1f"),
     ("turns/branches", "rollout", "mean", "branch", "Turns of a trajectory that go on from an earlier one.", ()),
+    ("turns/branch_tokens", "rollout", "mean", "token",
+     "Tokens of a trajectory that begin its branches and are not trained on: messages, among them the model's own as "
+     "its client, or the chat template, has changed them.", ()),
     ("turns/environment_tokens", "rollout", "mean", "token", "Tokens of a trajectory that are its environment's.", ()),
     ("turns/failed", "rollout", "sum", "row", "Trajectories whose environment failed, which are not trained on.",
      ("ui",)),
@@ -212,6 +215,16 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("turns/recorded", "step", "sum", "", "Answers that were taken from the journal; absent if none.", ()),
     ("turns/restarted", "step", "sum", "row",
      "Trajectories whose environment, made again, answered otherwise than recorded; absent if none.", ()),
+    # Of environments that ask their model over an API, such as programs.
+    ("requests/<api>", "step", "mean", "request",
+     "Requests of a trajectory to one API, chat_completions, responses or messages, with those repeated or refused.",
+     _REPORT),
+    ("requests/repeated", "step", "sum", "request",
+     "Requests that were made again, and got the turn that they had; absent if none.", _REPORT),
+    ("requests/refused", "step", "sum", "request", "Requests that were answered by status 400; absent if none.",
+     _REPORT),
+    ("requests/seconds", "step", "mean", "second", "Time from a request to its turn, sampling included.", _REPORT),
+    ("requests/seconds_max", "step", "max", "second", "The same of the slowest request.", _REPORT),
     "GPUs",
     ("memory/<worker>_allocated_bytes", "step", "max", "byte",
      "Peak of the GPU memory that tensors of a worker took, since its last report.", _REPORT),

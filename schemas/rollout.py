@@ -42,6 +42,7 @@ class SampleText(Frozen):
     response: str
     answer: str
     reward: float | None
+    tree: str = ""  # of its turns, if it has several, see `infra.history.row_tokens.tree_of`
 
 
 class PartialGroups(Frozen):

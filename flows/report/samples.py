@@ -11,9 +11,11 @@ import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
+from infra.history.row_tokens import tree_of, turn_slices, turns_of
 from infra.storage.runs import RunDirectory
 from infra.stores.offline import RunColumns, open_run_columns
-from rl_core.views import select
+from rl_core.columns.jagged import BRANCH_COLUMNS, TURN_COLUMNS
+from rl_core.views import decode_ints, select
 from schemas.batch import BatchHandle
 from schemas.config.model import ModelConfig
 from schemas.errors import RunError, StoreError
@@ -26,6 +28,7 @@ SCALARS = ("reward", "advantages")
 TEXTS = ("prompt_text", "response_text", "answer", "finish_reason", "group_id")
 TOKENS = ("response_ids", "sampler_logprobs", "loss_mask")
 TURNS = ("turn_rewards", "episode_end")  # if an environment answers the model's turns
+OF_TREES = dict.fromkeys((*BRANCH_COLUMNS, *TURN_COLUMNS, *TURNS))  # the same
 TRAINER = "behavior_logprobs"  # kept if the trainer computes them before the update
 
 
@@ -50,6 +53,7 @@ class SampleView:
     rest: str  # in place of the tokens that are left out
     command: str  # that shows all values of all its tokens
     response: str = ""  # the whole text, if the tokens are shown as ids
+    tree: str = ""  # of its turns, if an environment answers them
 
 
 @dataclass(frozen=True)
@@ -89,16 +93,21 @@ def _views(store: RunColumns, batch: BatchHandle, directory: RunDirectory) -> li
     }
     rows = list(dict.fromkeys(chosen.values()))
     titles = {row: ", ".join(title for title, its_row in chosen.items() if its_row == row) for row in rows}
-    others = [name for name in (*TURNS, TRAINER) if name in batch.columns]
-    columns = store.read(select(batch, rows), (*SCALARS, *TEXTS, *TOKENS, *others))
+    others = [name for name in (*OF_TREES, TRAINER) if name in batch.columns]
+    chosen_rows = select(batch, rows)
+    columns = store.read(chosen_rows, (*SCALARS, *TEXTS, *TOKENS, *others))
+    prompts = decode_ints(chosen_rows.prompt_lengths).tolist()
     tokenizer = _tokenizer(directory.config().model)
     command = f"sluice view {shlex.quote(directory.argument)} --step {batch.step} --row"
     return [
-        _view(f"{titles[row]}: row {row}", f"{command} {row}", columns, at, tokenizer) for at, row in enumerate(rows)
+        _view(f"{titles[row]}: row {row}", f"{command} {row}", columns, at, prompts[at], tokenizer)
+        for at, row in enumerate(rows)
     ]
 
 
-def _view(title: str, command: str, columns: pa.RecordBatch, at: int, tokenizer: Tokenizer | None) -> SampleView:
+def _view(
+    title: str, command: str, columns: pa.RecordBatch, at: int, num_prompt: int, tokenizer: Tokenizer | None
+) -> SampleView:
     values = {name: columns[name][at].as_py() for name in columns.schema.names}
     ids, sampler, trained = (np.array(values[name]) for name in TOKENS)
     trainer = np.array(values[TRAINER]) if TRAINER in values else None
@@ -121,15 +130,26 @@ def _view(title: str, command: str, columns: pa.RecordBatch, at: int, tokenizer:
         rest=f" … {left_out:,} more tokens" if left_out > 0 else "",
         command=command,
         response="" if tokenizer else _shorten(values["response_text"]),
+        tree=_tree(columns, at, num_prompt, tokenizer),
     )
 
 
 def _turns(values: Mapping[str, Any]) -> list[str]:
-    """Say what a row's environment reported, if there is one."""
+    """Say how many turns a row has and why it ended, if its environment answers them."""
     if TURNS[0] not in values:
         return []
-    rewards = ", ".join(f"{reward:.4g}" for reward in values[TURNS[0]])
-    return [f"rewards of {len(values[TURNS[0]])} turns: {rewards}; ended: {values[TURNS[1]]}"]
+    return [f"{len(values[TURNS[0]])} turns, ended: {values[TURNS[1]]}"]
+
+
+def _tree(columns: pa.RecordBatch, at: int, num_prompt: int, tokenizer: Tokenizer | None) -> str:
+    """Return a row's turns as a tree, if its environment answers them."""
+    named = {name: columns[name] for name in columns.schema.names}
+    if not (turns := turns_of(named, at)):
+        return ""
+    ids = columns["response_ids"][at].as_py()
+    parts = [ids[part] for part in turn_slices(turns)]
+    texts = tokenizer.decode_batch(parts, skip_special_tokens=False) if tokenizer else [""] * len(parts)
+    return tree_of(turns, texts, num_prompt, is_trained=columns["reward"][at].is_valid)
 
 
 def _token(

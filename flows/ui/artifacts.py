@@ -176,6 +176,22 @@ async def show_samples(run: RunHandle, rollout: RolloutHandle) -> None:
         for sample in shard.samples
     ][:MAX_SAMPLES]
     await acreate_table_artifact(rows, key=_key(run.run_id, "samples"), description=f"samples of step {rollout.step}")
+    if trees := draw_trees(rollout):
+        key, description = _key(run.run_id, "trajectories"), f"trajectories of step {rollout.step}"
+        await acreate_markdown_artifact(trees, key=key, description=description)
+
+
+def draw_trees(rollout: RolloutHandle) -> str:
+    """Return the trees of a step's sample trajectories in Markdown; empty if no environment answers.
+
+    What a model wrote in them is a block of code by its indentation, which no text can end.
+    """
+    found = [sample for shard in rollout.shards for sample in shard.samples if sample.tree][:MAX_SAMPLES]
+    parts = []
+    for number, sample in enumerate(found, start=1):
+        reward = "failed" if sample.reward is None else f"{sample.reward:.4g}"
+        parts += [f"### {number}: reward {reward}", "\n".join(f"    {line}" for line in sample.tree.splitlines())]
+    return "\n\n".join(parts)
 
 
 @shown_in_ui

@@ -196,6 +196,8 @@ class Server:
                 reply = await self._ask(call, number, action)
         except CallError as error:
             reply = {"kind": error.kind, "failure": await self._describe(number, error)}
+        if requests := self._take_request_counts(number):
+            reply["requests"] = requests
         self._parent.answer(number=number, seconds=call.seconds, num_hung_threads=self._threads.num_hung, **reply)
 
     async def _describe(self, number: int, error: CallError) -> str:
@@ -237,6 +239,13 @@ class Server:
                 reply = await self._ask(call, number, action)
                 if reply != expected[at]:
                     raise CallError("differs", f"its answer {at} is {reply!r:.200}, but was {expected[at]!r:.200}")
+        self._take_request_counts(number)  # they were counted when they first came
+
+    def _take_request_counts(self, number: int) -> dict[str, float]:
+        """Return what an environment that asks its model itself has counted since the last call; else nothing."""
+        environment = self._environments.get(number)
+        take: Callable[[Any], dict[str, float]] | None = getattr(type(environment), "take_request_counts", None)
+        return take(environment) if take is not None else {}
 
     def _is_expected(self, expected: dict[str, Any], observation: object, role: str, *, is_reset: bool) -> bool:
         """Return whether an environment has this observation again, whose messages have this role."""

@@ -4,7 +4,7 @@ While some rows sample, the environments of others answer; `environment.resume_r
 In lockstep and by batch, the same batch gives the same trajectories, bit for bit, however long the environments take.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
@@ -80,6 +80,7 @@ class _Reset(NamedTuple):
 
     failure: str | None = None
     seconds: float = 0.0
+    requests: Mapping[str, float] | None = None
 
 
 class Episodes:
@@ -234,12 +235,19 @@ class Episodes:
         if dialogue is None or reply is None:
             return prompt, _Reset()
         prompt, failure = dialogue.begin(prompt, reply)
-        return prompt, _Reset(failure, reply.seconds)
+        return prompt, _Reset(failure, reply.seconds, reply.requests)
 
     def _builder(self, number: int, prompt: PromptRow, seed: int, *, is_restarted: bool = False) -> TrajectoryBuilder:
-        failure, seconds = self._resets[number]
+        failure, seconds, requests = self._resets[number]
         return TrajectoryBuilder(
-            number, prompt.prompt_ids, seed, failure, seconds, tools=prompt.tools, is_restarted=is_restarted
+            number,
+            prompt.prompt_ids,
+            seed,
+            failure,
+            seconds,
+            requests=requests,
+            tools=prompt.tools,
+            is_restarted=is_restarted,
         )
 
     def _dialogue_of(self, prompt: PromptRow) -> Dialogue | None:
@@ -282,7 +290,7 @@ class Episodes:
         nothing = np.empty(0, dtype=np.int64), -1
         if reply.failure is not None:
             if not (dialogue.has_tools and reply.failure.kind == "timeout"):
-                row.add_seconds(reply.seconds)
+                row.add_call(reply)
                 row.failure = f"turn {len(row.turns)}: {reply.failure.message}"
                 return *nothing, "failed"
             # What the model can cause must not take its row out of the training, or it learns to cause it.

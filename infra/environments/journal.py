@@ -64,6 +64,7 @@ class Answer(Frozen):
     metrics: dict[str, FiniteFloat]
     role: str
     seconds: NonNegativeFloat
+    requests: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     failure: tuple[FailureKind, str] | None
 
     def reply(self) -> Reply:

@@ -162,6 +162,10 @@ class Program:
         """Note what is asked next, as it was before: that tells it by an observation and the role of its messages."""
         self._is_expected = is_expected
 
+    def take_request_counts(self) -> dict[str, float]:
+        """Return what was counted of the requests to the model since the last call."""
+        return self._conversation.take_counts()
+
     async def _next_request(self, observe: Callable[[Request], tuple[Any, str]]) -> Request | None:
         """Return what the program asks next; None if it has ended."""
         is_expected, self._is_expected = self._is_expected, None

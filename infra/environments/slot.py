@@ -72,13 +72,16 @@ class Reply:
         metrics: Of this turn, by name.
         role: Of the messages otherwise, and of those to come.
         seconds: Time spent in the call.
-        failure: Why there is no answer; then all of the above but `seconds` are defaults.
+        failure: Why there is no answer; then all others but `seconds` and `requests` are defaults.
         is_recorded: Whether it is from the journal, and no environment was asked.
         roles: Of the messages, if they are a whole chat: of a reset, it takes the place of the data row's prompt; of a
             step, the trajectory goes on from the longest beginning that its tokens share with an earlier chat.
         extras: JSON of what else the messages of a whole chat have, such as calls of tools; empty: nothing.
         tools: JSON of the tools that then belong to it; empty: none.
         after: The number of the turn, from 1 on, that the messages follow; 0: the newest.
+        requests: Of an environment that asks its model itself: how many requests came to each API since its last
+            answer, how many of them were `repeated` or `refused`, and the `seconds` from the one that this call
+            answered to its turn. Measurements, which may differ when the call is repeated.
     """
 
     observations: tuple[str, ...] = ()
@@ -93,6 +96,7 @@ class Reply:
     extras: str = ""
     tools: str = ""
     after: int = 0
+    requests: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -111,7 +115,7 @@ class Reply:
         return self.observations[last:]
 
     def as_message(self, *, is_reset: bool) -> dict[str, Any]:
-        """Return it as its environment's process sent it, without its time."""
+        """Return it as its environment's process sent it, without its time and counts of requests."""
         message: dict[str, Any] = {"observations": list(self.observations), "role": self.role}
         if self.roles:
             message["roles"] = list(self.roles)
@@ -256,7 +260,8 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
         if call is None:
             return
         if "failure" in answer:
-            self._reply(call, Reply(seconds=answer["seconds"], failure=Failure(answer["kind"], answer["failure"])))
+            failure, requests = Failure(answer["kind"], answer["failure"]), answer.get("requests", {})
+            self._reply(call, Reply(seconds=answer["seconds"], failure=failure, requests=requests))
         else:
             texts = {name: tuple(answer.get(name, ())) for name in ("observations", "roles")}
             self._reply(call, Reply(**answer | texts))

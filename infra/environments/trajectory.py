@@ -39,10 +39,12 @@ class Trajectory(Generation):
     turns: tuple[Turn, ...] = ()  # at least one
     parents: tuple[int, ...] = ()  # of each turn, see `rl_core.columns.jagged.Branches.parent`
     num_branches: int = 0  # turns that go on from another token than the one before them
+    num_branch_tokens: int = 0  # of those that begin a branch, up to the model's turn
     end: EpisodeEnd = "done"
     failure: str | None = None  # the environment's
     metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's, summed over the turns
     environment_seconds: float = 0.0
+    requests: tuple[Mapping[str, float], ...] = ()  # of each answer that has some, see `Reply.requests`
     num_recorded: int = 0  # answers that were taken from the journal
     is_restarted: bool = False  # whether it was restarted, as its environment answered otherwise than recorded
 
@@ -87,6 +89,7 @@ class TrajectoryBuilder:
         seed: The seed of its first turn.
         failure: Why its environment can't be used; None: it can.
         seconds: Time that the environment's reset took.
+        requests: What the reset has counted of requests to the model.
         tools: JSON of the tools that it has added to the chat template; empty: none.
         is_restarted: Whether it is restarted, as its environment answered otherwise than recorded.
 
@@ -103,6 +106,7 @@ class TrajectoryBuilder:
         failure: str | None,
         seconds: float = 0.0,
         *,
+        requests: Mapping[str, float] | None = None,
         tools: str = "",
         is_restarted: bool = False,
     ) -> None:
@@ -118,6 +122,8 @@ class TrajectoryBuilder:
         self._sampling_masks: list[SamplingMask | None] = []
         self._metrics: Counter[str] = Counter()
         self._seconds, self._num_recorded, self._is_anew = seconds, 0, is_restarted
+        self._requests = [requests] if requests else []
+        self._num_branch_tokens = 0
 
     @property
     def num_tokens(self) -> int:
@@ -175,12 +181,14 @@ class TrajectoryBuilder:
         turn = self.turns[-1]
         self.turns[-1] = Turn(turn.num_tokens, turn.action, 0, reply.news, reply.reward)
         self._metrics.update(reply.metrics)
-        self.add_seconds(reply.seconds)
+        self.add_call(reply)
         self._num_recorded += reply.is_recorded
 
-    def add_seconds(self, seconds: float) -> None:
-        """Count the time of an environment's call, whether it has an answer or failed."""
-        self._seconds += seconds
+    def add_call(self, reply: Reply) -> None:
+        """Count the time and the requests of an environment's call, whether it has an answer or failed."""
+        self._seconds += reply.seconds
+        if reply.requests:
+            self._requests.append(reply.requests)
 
     def add_bridge(self, token_ids: np.ndarray, parent: int) -> bool:
         """Add the tokens between a turn and the next one; return whether they begin a branch.
@@ -191,6 +199,7 @@ class TrajectoryBuilder:
         """
         if branches := parent != len(self.tokens) - 1:
             self._branches.append((len(self.tokens), parent))
+            self._num_branch_tokens += len(token_ids)
         self._parents.append(parent - self._num_prompt)
         everything = SamplingMask(np.zeros(len(token_ids), dtype=np.int32), np.empty(0, dtype=np.int32))
         self._append(token_ids, np.zeros(len(token_ids), dtype=np.float32), everything, is_sampled=False)
@@ -209,10 +218,12 @@ class TrajectoryBuilder:
             turns=tuple(self.turns),
             parents=tuple(self._parents[: len(self.turns)]),
             num_branches=len(self._branches) - 1,
+            num_branch_tokens=self._num_branch_tokens,
             end=end,
             failure=self.failure,
             metrics=dict(self._metrics),
             environment_seconds=self._seconds,
+            requests=tuple(self._requests),
             num_recorded=self._num_recorded,
             is_restarted=self._is_anew,
         )
@@ -249,6 +260,9 @@ def describe(trajectories: Sequence[Trajectory]) -> Metrics:
         "turns": Mean(total=sum(len(trajectory.turns) for trajectory in trajectories), weight=count),
         "turns/environment_tokens": Mean(total=bridges, weight=count),
         "turns/branches": Mean(total=sum(trajectory.num_branches for trajectory in trajectories), weight=count),
+        "turns/branch_tokens": Mean(
+            total=sum(trajectory.num_branch_tokens for trajectory in trajectories), weight=count
+        ),
         "turns/failed": Sum(value=ends["failed"]),
         **{f"turns/ended_{end}": Mean(total=ends[end], weight=count) for end in ends},
         **{f"environment/{name}": Mean(total=total, weight=count) for name, total in own.items()},
@@ -256,7 +270,7 @@ def describe(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def measure(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return the seconds that the environments took, and what the journal spared them, if it did."""
+    """Return the seconds that the environments took, what they asked, and what the journal spared them, if it did."""
     if not trajectories:
         return {}
     seconds = [trajectory.environment_seconds for trajectory in trajectories]
@@ -268,4 +282,20 @@ def measure(trajectories: Sequence[Trajectory]) -> Metrics:
         "turns/environment_seconds": Mean(total=sum(seconds), weight=len(seconds)),
         "turns/environment_seconds_max": Max(value=max(seconds)),
         **{name: Sum(value=count) for name, count in replayed.items() if count},
+        **_measure_requests(trajectories),
     }
+
+
+def _measure_requests(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Return how environments asked their model, and how long they waited for its turns; nothing if none did."""
+    found = [requests for trajectory in trajectories for requests in trajectory.requests]
+    seconds = [requests["seconds"] for requests in found if "seconds" in requests]
+    counts = Counter[str]()
+    for requests in found:
+        counts.update({f"requests/{name}": int(count) for name, count in requests.items() if name != "seconds"})
+    sums = {name: Sum(value=counts.pop(name)) for name in ("requests/repeated", "requests/refused") if name in counts}
+    waits: Metrics = {}
+    if seconds:
+        waits["requests/seconds"] = Mean(total=sum(seconds), weight=len(seconds))
+        waits["requests/seconds_max"] = Max(value=max(seconds))
+    return {**{name: Mean(total=count, weight=len(trajectories)) for name, count in counts.items()}, **sums, **waits}

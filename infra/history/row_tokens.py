@@ -1,6 +1,7 @@
 """Single rows of a kept step, token by token."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,14 @@ from numpy.typing import NDArray
 from infra.history.kept_run import KeptRun, TokenTexts
 from infra.history.token_values import MASK, json_safe, token_values, value_columns, value_spec
 from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of
+from rl_core.environments.calls import Call, parse_hermes, parse_json
 from rl_core.views import decode_ints, select
 from schemas.catalog import column_spec
 from schemas.errors import RunError
 
 MAX_TOKENS = 100_000  # of a row
+MAX_TREE_TURNS = 200
+MAX_NAME = 40  # characters of a tool's name in a tree
 
 
 def read_row_tokens(
@@ -31,10 +35,10 @@ def read_row_tokens(
 
     Returns:
         Of each row: `run_id`, `step`, `row`, and `num_rows` of the step; `columns` of single values; `turns`, each with
-        its `tokens`, `bridge_tokens`, `reward`, `advantage` and `branch`, where it goes on from another token than the
-        one before it, if the row has turns; `prompt` and `response`, each
-        with `num_tokens`, `ids` and `token_texts`, the tokens' texts; `values` of each token of the response, by name;
-        `no_token_texts`: why the tokens have no texts, else null.
+        its `tokens`, `bridge_tokens`, `reward`, `advantage`, `after`, the number of the turn that it goes on from, and
+        `branch`, where that is another token than the one before it, if the row has turns; `tree`, the same as a text;
+        `prompt` and `response`, each with `num_tokens`, `ids` and `token_texts`, the tokens' texts; `values` of each
+        token of the response, by name; `no_token_texts`: why the tokens have no texts, else null.
 
     Raises:
         RunError: The step is not kept, or has no such row.
@@ -52,6 +56,7 @@ def read_row_tokens(
     found = []
     for at, row in enumerate(rows):
         response = slice(int(bounds[at]), int(bounds[at]) + min(int(responses[at]), max_tokens))
+        turns = turns_of(columns, at)
         found.append(
             {
                 "run_id": kept.run_id,
@@ -59,7 +64,8 @@ def read_row_tokens(
                 "row": row,
                 "num_rows": batch.num_rows,
                 "columns": _single_values(columns, at),
-                "turns": turns_of(columns, at),
+                "turns": turns,
+                "tree": _tree(columns, at, turns, int(prompts[at]), texts),
                 "prompt": _part(columns, "prompt_ids", at, slice(max(0, int(prompts[at]) - max_tokens), None), texts),
                 "response": _part(columns, "response_ids", at, slice(0, max_tokens), texts),
                 "values": {name: json_safe(_rounded(each[response])) for name, each in values.items()},
@@ -97,6 +103,17 @@ def _part(columns: dict[str, pa.Array], name: str, at: int, part: slice, texts: 
     return {"num_tokens": len(ids), "ids": shown.to_pylist(), "token_texts": token_texts}
 
 
+def _tree(
+    columns: dict[str, pa.Array], at: int, turns: Sequence[dict[str, Any]], num_prompt: int, texts: TokenTexts | str
+) -> str:
+    if not turns:
+        return ""
+    ids = columns["response_ids"][at].values
+    pieces = [] if isinstance(texts, str) else texts.of(ids).to_pylist()
+    said = ["".join(pieces[part]) for part in turn_slices(turns)]
+    return tree_of(turns, said, num_prompt, is_trained=columns["reward"][at].is_valid)
+
+
 def _single_values(columns: dict[str, pa.Array], at: int) -> dict[str, Any]:
     names = [name for name in columns if column_spec(name).axis == "row"]
     return {name: json_safe(columns[name][at].as_py()) for name in names}
@@ -110,12 +127,113 @@ def turns_of(columns: dict[str, pa.Array], at: int) -> list[dict[str, Any]]:
     if "tokens" not in present:
         return []
     turns = [json_safe(dict(zip(present, turn, strict=True))) for turn in zip(*present.values(), strict=True)]
+    for number, turn in enumerate(turns):
+        turn["after"] = number
     if BRANCH_COLUMNS[-1] in columns:
         found = branches_of(*(columns[name][at : at + 1] for name in BRANCH_COLUMNS))
         ends = np.cumsum([turn["tokens"] + turn["bridge_tokens"] for turn in turns])
         for number, parent in zip(found.turn.tolist(), found.parent.tolist(), strict=True):
+            turns[number]["after"] = int(np.searchsorted(ends, parent, side="right")) + 1 if parent >= 0 else 0
             turns[number]["branch"] = _branch(parent, ends, turns)
     return turns
+
+
+def turn_slices(turns: Sequence[Mapping[str, Any]]) -> list[slice]:
+    """Return where in its response the tokens of each turn are."""
+    ends = np.cumsum([turn["tokens"] + turn["bridge_tokens"] for turn in turns]).tolist()
+    return [slice(start, start + turn["tokens"]) for start, turn in zip([0, *ends], turns, strict=False)]
+
+
+def tree_of(
+    turns: Sequence[Mapping[str, Any]],
+    texts: Sequence[str],
+    num_prompt: int,
+    *,
+    is_trained: bool,
+    max_turns: int = MAX_TREE_TURNS,
+) -> str:
+    """Return the turns of a row as a tree, one in a line, each below the one that it goes on from.
+
+    Those that go on from the same one are indented.
+
+    Args:
+        turns: At least one; see `turns_of`.
+        texts: Their texts, in which calls of tools are found; empty where they aren't known.
+        num_prompt: The tokens of the prompt.
+        is_trained: Whether the row is trained on; else its reward has failed.
+        max_turns: More are left out.
+
+    Example:
+        >>> sizes = {"tokens": 8, "bridge_tokens": 5}
+        >>> turns = [{**sizes, "after": 0}, {**sizes, "after": 1}, {**sizes, "after": 0, "branch": "branch at the end"}]
+        >>> call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+        >>> print(tree_of(turns, [call, "", ""], 20, is_trained=True))
+        prompt: 20 tokens
+        ├─ turn 1: 8 tokens trained, calls add
+        │  turn 2: 8 tokens trained, after 5 of the environment
+        └─ turn 3: 8 tokens trained, after 5 of the environment, branch at the end
+        24 of 39 tokens trained
+    """
+    before = [0, *(turn["bridge_tokens"] for turn in turns)]
+    lines = [f"prompt: {_tokens(num_prompt)}"]
+    below: dict[int, list[int]] = {}
+    for number, turn in enumerate(turns[:max_turns], start=1):
+        said = calls_in(texts[number - 1])
+        parts = [
+            _tokens(turn["tokens"]) + (" trained" if is_trained else ", not trained"),
+            f"after {before[number - 1]:,} of the environment" if number > 1 else "",
+            f"calls {said}" if said else "",
+            f"reward {_figure(turn['reward'])}" if turn.get("reward") else "",
+            turn.get("branch", ""),
+        ]
+        lines.append(f"turn {number}: {', '.join(filter(None, parts))}")
+        below.setdefault(turn["after"], []).append(number)
+    sampled = sum(turn["tokens"] for turn in turns)
+    left_out = [f"… {len(turns) - max_turns:,} more turns"] if len(turns) > max_turns else []
+    total = f"{sampled * is_trained:,} of {_tokens(sampled + sum(before))} trained"
+    return "\n".join([*_drawn(lines, below), *left_out, total])
+
+
+def _drawn(lines: Sequence[str], below: Mapping[int, Sequence[int]]) -> Iterator[str]:
+    """Yield the lines of a tree, whose root is the first one, by the numbers of those below each."""
+    waiting = [(0, "", "")]  # with what comes before its line, and before those below it
+    while waiting:
+        number, mark, margin = waiting.pop()
+        yield mark + lines[number]
+        children = below.get(number, ())
+        if len(children) == 1:
+            waiting.append((children[0], margin, margin))
+        else:
+            for child in reversed(children):
+                is_last = child == children[-1]
+                waiting.append((child, margin + ("└─ " if is_last else "├─ "), margin + ("   " if is_last else "│  ")))
+
+
+def calls_in(text: str) -> str:
+    """Return which tools a turn calls, in words; empty if none.
+
+    Example:
+        >>> calls_in('<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 2 + "<tool_call>")
+        "add (2 times), what can't be read"
+        >>> calls_in('{"name": "add", "arguments": {}}<|end|>')
+        'add'
+    """
+    whole = parse_json(text[: text.rfind("}") + 1])  # without the token that ended the turn
+    found = parse_hermes(text) or [call for call in whole if isinstance(call, Call)]
+    names = Counter(_name(call.name) if isinstance(call, Call) else "what can't be read" for call in found)
+    return ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in names.items())
+
+
+def _name(name: str) -> str:
+    return name if name.isprintable() and 0 < len(name) <= MAX_NAME else repr(name[:MAX_NAME])
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'s' * (count != 1)}"
+
+
+def _figure(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def _branch(parent: int, ends: NDArray[Any], turns: Sequence[dict[str, Any]]) -> str:

@@ -8,6 +8,7 @@ interpreters import it, too.
 import asyncio
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -109,11 +110,14 @@ class _Asked:
         messages: Its chat.
         tools: Its tools.
         turn: The turn.
+        came_at: When it came, in the event loop's time.
     """
 
     def __init__(self, messages: list[Message], tools: list[Any]) -> None:
         self.messages, self.tools = messages, tools
-        self.turn: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.turn: asyncio.Future[Turn] = loop.create_future()
+        self.came_at = loop.time()
 
     @property
     def chat(self) -> list[Message]:
@@ -151,6 +155,7 @@ class Conversation:
         self._news = asyncio.Event()  # a request has come, or the trajectory has failed
         self._current: _Asked | None = None
         self._failure: ChatError | None = None
+        self._counts: dict[str, float] = defaultdict(float)
         self.owner = ""
 
     @property
@@ -185,6 +190,7 @@ class Conversation:
             messages, tools = self._read(body)
             for asked in reversed(self._asked):
                 if asked.messages == messages and asked.tools == tools:
+                    self.count("repeated")
                     return asked.turn
             self._check(messages)
             self._asked.append(asked := _Asked(messages, tools))
@@ -213,6 +219,7 @@ class Conversation:
         number = len(self._answered)
         message, reasoning = _read_turn(action, number, with_calls=bool(asked.tools))
         asked.turn.set_result(Turn(number, message, reasoning, usage))
+        self._counts["seconds"] += asyncio.get_running_loop().time() - asked.came_at
 
     async def next_request(
         self, ended: "asyncio.Future[Any]", is_expected: Callable[[Request], bool] | None = None
@@ -260,6 +267,15 @@ class Conversation:
             return request.as_chat(), "user"
         texts, role = [message.content for message in request.messages], request.messages[0].role
         return (texts if request.after == len(self._answered) else {"observation": texts, "after": request.after}), role
+
+    def count(self, kind: str) -> None:
+        """Count a request of a kind: an API's name, `repeated` or `refused`."""
+        self._counts[kind] += 1
+
+    def take_counts(self) -> dict[str, float]:
+        """Return what was counted since the last call, and `seconds` from a request to its turn, if one was given."""
+        counts, self._counts = dict(self._counts), defaultdict(float)
+        return counts
 
     def fail(self, error: ChatError) -> None:
         """Refuse all requests from now on, for this reason or an earlier one."""

@@ -43,6 +43,11 @@ class ModelApi(NamedTuple):
     end: str
     error: Callable[[int, str], Json]
 
+    @property
+    def name(self) -> str:
+        """Its name in metrics."""
+        return self.path.replace("/", "_")
+
     def refusal(self, status: int, message: str) -> web.Response:
         """Return the answer that is an error."""
         return web.json_response(self.error(status, message), status=status)
@@ -75,6 +80,7 @@ async def complete(
     request: web.Request, conversation: Conversation, api: ModelApi, owner: str = ""
 ) -> web.StreamResponse:
     """Answer a request by the turn that it asks for, or by what is wrong with it."""
+    conversation.count(api.name)
     try:
         try:
             body = json.loads(await request.read())
@@ -88,6 +94,7 @@ async def complete(
             return await _stream(request, asked, api, body)
         return web.json_response(api.write(await asyncio.shield(asked), body))
     except ChatError as error:
+        conversation.count("refused")
         conversation.fail(error)
         return api.refusal(400, str(error))
 

@@ -171,6 +171,10 @@ class VerifiersEnvironment:
         observation, self.role = self._conversation.observe(request)
         return Step(observation)
 
+    def take_request_counts(self) -> dict[str, float]:
+        """Return what was counted of the requests to the model since the last call."""
+        return self._conversation.take_counts()
+
     async def close(self) -> None:
         """End the episode."""
         if self._episode is not None:

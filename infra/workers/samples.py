@@ -11,6 +11,7 @@ from infra.datasets import PromptRow
 from infra.datasets.teacher_prompts import TeacherPrompts
 from infra.engines.base import Generation, SamplingMask, TokenExperts
 from infra.environments.trajectory import Trajectory
+from infra.history.row_tokens import tree_of, turns_of
 from infra.workers.sampling import ScoredResponse
 from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of, jagged, pairs_apart, token_dtype
 from rl_core.rewards import RewardOutcome, as_stored
@@ -20,6 +21,7 @@ from schemas.rollout import RolloutShard, SampleText
 
 MAX_SAMPLE_TEXTS = 4  # per shard, each of a different prompt
 MAX_FAILURE_CHARACTERS = 300  # of the reason of one failed reward
+MAX_SAMPLE_TURNS = 40  # of a sample's tree
 
 
 @dataclass(frozen=True)
@@ -227,4 +229,15 @@ def _sample_text(sample: Sample) -> SampleText:
         response=sample.response.text,
         answer=sample.prompt.answer,
         reward=as_stored(sample.response.outcome.reward),
+        tree=_tree(sample),
     )
+
+
+def _tree(sample: Sample) -> str:
+    """Return a trajectory's turns as a tree; empty for a response without an environment."""
+    generation = sample.response.generation
+    if not isinstance(generation, Trajectory):
+        return ""
+    texts, is_trained = [turn.action for turn in generation.turns], sample.response.outcome.reward is not None
+    turns, num_prompt = turns_of(_turns([generation]), 0), len(sample.prompt.prompt_ids)
+    return tree_of(turns, texts, num_prompt, is_trained=is_trained, max_turns=MAX_SAMPLE_TURNS)

@@ -56,10 +56,26 @@ def expected(workplace: Workplace) -> Run:
 def test_engine_trainer_and_reference_score_the_same_paths(workplace: Workplace, expected: Run) -> None:
     for step, metrics in enumerate(expected.step_metrics()):
         assert metrics["turns/branches"] > 1
+        assert metrics["turns/branch_tokens"] > 2 * metrics["turns/branches"]
         assert metrics["mismatch/max"] < 1e-4  # the engine samples a branch as a chat of its own
         assert (metrics["ratio"], metrics["ratio_max"]) == (1.0, 1.0)
         assert (metrics["kl"] < 1e-6) == (step == 0)
     assert "same bits" in workplace.sluice("replay", "branches", "--steps", "1")
+
+
+def test_its_requests_are_counted_and_its_trajectories_drawn(workplace: Workplace, expected: Run) -> None:
+    for report in expected.metrics.steps():
+        assert report.telemetry["requests/chat_completions"] >= report.metrics["turns"]  # one may have been cut off
+        assert 0 < report.telemetry["requests/seconds"] < report.telemetry["requests/seconds_max"]
+        assert report.telemetry.keys().isdisjoint(("requests/repeated", "requests/refused"))
+    artifacts = workplace.ask(lambda client: client.read_artifacts())
+    found = {artifact.description: artifact for artifact in artifacts if artifact.key == "branches-trajectories"}
+    assert set(found) == {"trajectories of step 0", f"trajectories of step {STEPS - 1}"}
+    drawn = found["trajectories of step 0"].data
+    rows = read_step(expected.path, 0, columns=("loss_mask", "response_ids"))
+    totals = {f"    {sum(row['loss_mask'])} of {len(row['response_ids'])} tokens trained" for row in rows.to_pylist()}
+    assert totals & set(drawn.splitlines())
+    assert "    └─ turn 4: " in drawn
 
 
 def test_each_token_is_stored_and_trained_once(expected: Run) -> None:

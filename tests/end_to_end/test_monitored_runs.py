@@ -60,7 +60,7 @@ def short(prompt, completion, answer, info):
 TRAINED = "select step, count(*) as n from tokens where step = $step group by step"
 # Series of GPUs, reused groups, curricula, environments, shaped rewards, the dual clip and corrections.
 OF_OTHER_RUNS = re.compile(
-    r"_mfu$|_(allocated|reserved)_bytes$|sluice_(reuse|data)_|sluice_turns$|_reward_(kl|shaped)$|_dual$|_mismatch_ess$"
+    r"_mfu$|_(allocated|reserved)_bytes$|sluice_(reuse|data|requests)_|sluice_turns$|_reward_(kl|shaped)$|_dual$|_mismatch_ess$"
 )
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "sluice.json"
 

@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flows.ui.artifacts import draw_trees
 from infra.models.load import load_model, load_tokenizer
 from infra.models.tiny import END
+from infra.workers.samples import MAX_SAMPLE_TEXTS
 from schemas.errors import EnvironmentImportError
+from schemas.rollout import RolloutHandle
 from schemas.step import RunHandle
 from tests.support.configs import merge
 from tests.support.engine_checks import plain_logprobs
@@ -98,6 +101,21 @@ def test_rows_that_go_on_as_soon_as_they_are_answered_have_the_same_log_probs(fo
     for sample, row in found.items():
         assert row["response_ids"] == expected[sample]["response_ids"]
         np.testing.assert_allclose(row["sampler_logprobs"], expected[sample]["sampler_logprobs"], rtol=0, atol=1e-5)
+
+
+def test_sample_trajectories_are_drawn(folder: Path) -> None:
+    shard, rows = play(run_with(folder))
+    assert len(shard.samples) == MAX_SAMPLE_TEXTS
+    drawn = draw_trees(RolloutHandle(step=2, policy_version=0, shards=(shard,)))
+    for sample in shard.samples:
+        row = next(row for row in rows.values() if row["response_text"] == sample.response)
+        lines = sample.tree.splitlines()
+        assert [line.partition(":")[0] for line in lines[1:-1]] == [
+            f"turn {n + 1}" for n in range(len(row["turn_tokens"]))
+        ]
+        assert lines[-1].startswith(f"{sum(row['loss_mask']):,} of {len(row['response_ids']):,} token")
+        assert "".join(f"    {line}\n" for line in lines[1:]) in f"{drawn}\n"
+    assert drawn.count("### ") == len(shard.samples)
 
 
 def test_one_turn_is_the_response_without_an_environment(folder: Path) -> None:

@@ -6,10 +6,12 @@ from typing import get_args
 
 import pytest
 
+from flows.report.run import write_report
 from schemas.metric_catalog import PanelName
 from tests.support.browser import DESKTOP, PHONE, Page, open_browser
 from tests.support.command import Command, make_command
 from tests.support.report_run import runs_dir
+from tests.support.view_run import make_view_run
 
 __all__ = ["runs_dir"]  # a fixture
 
@@ -75,6 +77,15 @@ def test_the_report_has_every_panel_and_shows_attacks_as_text(runs_dir: Path, sl
     ):
         assert shown in text
     assert text.count("<script>window.attacked = 1") >= 4  # prompts, responses, a source, the restart's reason
+
+
+def test_a_trajectory_is_shown_as_a_tree(tmp_path: Path, page: Page) -> None:
+    assert_drawn(page, Path(write_report(make_view_run(tmp_path))))
+    trees = page.evaluate("[...document.querySelectorAll('pre.tree')].map(tree => tree.innerText.split('\\n'))")
+    assert len(trees) == 2  # of the best and the worst row
+    assert [line.partition(":")[0] for line in trees[0][:3]] == ["prompt", "turn 1", "turn 2"]
+    assert [line.partition(":")[0] for line in trees[1][:3]] == ["prompt", "├─ turn 1", "└─ turn 2"]
+    assert "2 turns, ended: turn_length" in page.text()
 
 
 def test_a_panel_without_data_says_so(runs_dir: Path, sluice: Command, page: Page) -> None:

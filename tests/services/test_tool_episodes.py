@@ -1,5 +1,6 @@
 """Tools in trajectories, with turns that are given: a tiny model writes no calls."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -182,6 +183,7 @@ def test_a_program_leaves_its_chat_and_comes_back(tmp_path: Path) -> None:
     engine = GivenTurns([list("abcdefg")])
     (row,) = play(engine, ["5"], program(tmp_path, BRANCHING, max_turns=9))
     assert (row.failure, row.end, row.reward, row.num_branches) == (None, "done", 1.0, 4)
+    assert [sum(name in each for each in row.requests) for name in ("chat_completions", "seconds")] == [7, 7]
     begin, bridge = "<|user|>2 + 3 =<|assistant|>", "<|end|><|user|>{}<|assistant|>"
     trunk = f"{begin}a{bridge.format('go on')}"
     assert engine.prompts == [
@@ -194,6 +196,9 @@ def test_a_program_leaves_its_chat_and_comes_back(tmp_path: Path) -> None:
         f"{begin}five{bridge.format('go on')}",
     ]
     tokenizer, prompt_ids = make_tokenizer(), make_tokenizer()(begin)["input_ids"]
+    begun = [", in short<|assistant|>", *map(bridge.removeprefix("<|end|>").format, ("again", "well?"))]
+    begun.append(engine.prompts[-1].removeprefix("<|user|>2 + 3 =<|assistant|>"))
+    assert row.num_branch_tokens == sum(len(tokenizer(text)["input_ids"]) for text in begun)
     between = [turn.num_bridge_tokens for turn in row.turns]
     columns = (prompt_ids, row.token_ids, [turn.num_tokens for turn in row.turns], between, row.parents)
     names = ("prompt_ids", "response_ids", *BRANCH_COLUMNS)
@@ -211,6 +216,30 @@ def test_a_branch_that_rows_of_the_run_cannot_have_is_a_failure(tmp_path: Path) 
     (row,) = play(GivenTurns(["ab"]), ["5"], program(tmp_path, code, max_turns=4), branch_fault=lambda: "it is padded")
     assert row.failure == "turn 1: the trajectory branches, but it is padded"
     assert (row.end, row.num_branches) == ("failed", 0)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "from-verl-agents.md"
+
+
+def test_the_classes_of_the_page_for_users_of_verl_and_trl_play(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tutor, counter = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "tutor.py").write_text(tutor)
+    (tmp_path / "counter.py").write_text(counter)
+    monkeypatch.syspath_prepend(tmp_path)
+    (row,) = play(GivenTurns([["4", "5"]]), ["5"], ClassEnvironment(path="tutor:Tutor", num_processes=1))
+    assert (row.failure, row.end, row.reward) == (None, "done", 1.0)
+    assert row.turns[0].observations == ("That is not right. Try again.",)
+    call = '<tool_call>{"name": "increment", "arguments": {"step": %s}}</tool_call>'
+    engine = GivenTurns([[call % 2 + call % '"x"', call % 3, "done"]])
+    (row,) = play(engine, ["5"], ClassEnvironment(path="counter:Counter", num_processes=1))
+    assert (row.failure, row.end, row.reward, row.num_branches) == (None, "done", 1.0, 0)
+    assert row.turns[0].observations[0] == "2"
+    assert row.turns[0].observations[1].startswith("error: unsupported operand")
+    assert row.turns[1].observations == ("5",)
+    assert engine.prompts[1].startswith(engine.prompts[0])
+    assert engine.prompts[0].startswith("<|pad|>")  # the template has seen the tools
 
 
 RESTARTING = """

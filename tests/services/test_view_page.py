@@ -117,6 +117,9 @@ def test_the_tokens_of_a_row(url: str, page: Page) -> None:
         "environment",
         "turn 2",
     ]
+    tree = page.evaluate("document.querySelector('.tree[open] pre').innerText").splitlines()
+    assert [line[:9] for line in tree[1:3]] == ["├─ turn 1", "└─ turn 2"]
+    assert tree[2].endswith("branch at the prompt's end")
     detail = page.evaluate("document.getElementById('detail').innerText")
     for name in ("token 2", "id ", "text ", "advantages ", "gap ", "kl ", "sampler_logprobs ", "loss_mask true"):
         assert name in detail

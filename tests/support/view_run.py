@@ -62,7 +62,8 @@ def write_step(run: RunDirectory, store: FsspecColumnStore, tokenizer: Tokenizer
     ref = store.put(ChunkKey(run_id=run.run_id, step=step, stage="rollout"), shared)
     store.save_batch(new_batch(run.run_id, step, step, [ref], DTYPES, *lengths, rows_of_prompts(shared["prompt_ids"])))
     store.archive(step)
-    metrics = {"reward": 0.2 + step / 10, "kl": float(random.random()) / 100, "response/tokens": 30.0 + step}
+    metrics = {"reward": 0.2 + step / 10, "kl": float(random.random()) / 100}
+    metrics |= {"response/tokens": 30.0 + step, "tokens": 150.0}
     report = StepReport(step=step, policy_version=step + 1, metrics=metrics, seconds=2.0, seconds_by_phase={})
     run.metrics.append_step(report)
 

@@ -21,7 +21,7 @@ export async function showRow(page, query, place) {
     colorChoice(merged(answers.map(({ colorings }) => colorings)), boxes, query),
     el("div", { className: rows.length > 1 ? "side-by-side" : "" }, rows.map((row, at) => el("section", {},
       rows.length > 1 ? el("h2", {}, link(rowUrl(row.run_id, row.step, row.row), `${row.run_id}, step ${row.step}, row ${row.row}`)) : null,
-      factsOf(row), promptOf(row), boxes[at], longFacts(row)))));
+      factsOf(row), treeOf(row), promptOf(row), boxes[at], longFacts(row)))));
   watch(query);
 }
 
@@ -74,6 +74,12 @@ export function factsOf({ run_id, step, columns, response, turns }) {
   const own = Object.entries(columns).filter(([name]) => !LONG.includes(name)).map(([name, value]) =>
     fact(name, name === "group_id" && value !== null ? link(groupUrl(run_id, step, value), value) : shown(value)));
   return el("p", { className: "facts" }, own, fact("tokens", shown(response.num_tokens)), turns.length ? fact("turns", turns.length) : null);
+}
+
+function treeOf({ tree, turns }) {
+  if (!tree) return null;
+  const open = turns.some(({ branch }) => branch);
+  return el("details", { className: "tree", open }, el("summary", {}, "tree of its turns"), el("pre", {}, tree));
 }
 
 function longFacts({ columns }) {

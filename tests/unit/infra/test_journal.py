@@ -32,7 +32,8 @@ def turn(*ids: int, reply: Reply | None = None, mask: SamplingMask | None = None
 
 
 def answer(text: str) -> Reply:
-    return Reply((text, ""), 0.1 + 0.2, done=True, metrics={"x": 1 / 3}, role="tool", seconds=0.25)
+    counts = {"messages": 2, "seconds": 0.5}
+    return Reply((text, ""), 0.1 + 0.2, done=True, metrics={"x": 1 / 3}, role="tool", seconds=0.25, requests=counts)
 
 
 def write(files: JournalFiles, *entries: tuple[int, int, Exchange], batch: Batch = BATCH) -> None:

@@ -124,6 +124,25 @@ def test_the_same_request_gets_the_same_answer_and_samples_nothing(tmp_path: Pat
         assert turns(pool, ["two"])[0].metrics == {"same": 1.0}
 
 
+def test_requests_are_counted_where_they_come_and_timed_until_they_have_a_turn(tmp_path: Path) -> None:
+    code = """
+        ask()
+        del messages[-1]
+        ask()
+        post(None, path="models")
+        say("go on")
+        ask(seed=3)
+    """
+    with started(program(tmp_path, code)) as pool:
+        assert begin(pool)[0].requests == {"chat_completions": 1}
+        time.sleep(0.1)
+        reply = turns(pool, ["one"])[0]
+    assert "seed = 3" in failure(reply)
+    seconds = reply.requests["seconds"]
+    assert reply.requests == {"chat_completions": 2, "repeated": 1, "refused": 1, "seconds": seconds}
+    assert seconds > 0.1
+
+
 def test_a_turn_may_come_in_chunks(tmp_path: Path) -> None:
     code = """
         body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
@@ -494,7 +513,9 @@ def test_a_killed_process_takes_its_programs_along_and_they_are_started_again(tm
         root = Path(os.readlink(f"/proc/{first}/cwd")).parents[1]
         os.kill(pool.pids[0], 9)
         wait_for_exit(first)
-        assert turns(pool, ["c"])[0].observations == ("2 c",)
+        third = turns(pool, ["c"])[0]
+        assert third.observations == ("2 c",)
+        assert {**third.requests, "seconds": 0} == {"chat_completions": 1, "seconds": 0}  # none is counted twice
         asked, again, asked_again = (
             log.read_text().split()[1:3],
             log.read_text().split()[3],

@@ -9,8 +9,8 @@ import pytest
 
 from infra.datasets import PromptRow
 from infra.engines.base import Generation, SamplingMask
-from infra.environments.slot import Reply
-from infra.environments.trajectory import TrajectoryBuilder
+from infra.environments.slot import Failure, Reply
+from infra.environments.trajectory import TrajectoryBuilder, measure
 from infra.models.load import load_model
 from infra.models.tiny import make_tokenizer
 from infra.stores.chunk_index import MemoryStore
@@ -36,6 +36,8 @@ from schemas.errors import (
     UserError,
     VersionError,
 )
+from schemas.metric_catalog import metric_spec
+from schemas.metrics import Max, Mean, Sum
 from schemas.rollout import RolloutHandle, check_failures
 from tests.support.rollout_workers import (
     GROUPS,
@@ -259,11 +261,32 @@ def test_only_sampled_tokens_are_trained() -> None:
     found = row.finish("done")
     assert found.token_ids.tolist() == [3, 4, 5, 6, 7, 8]
     assert found.loss_mask.tolist() == [True, True, False, False, False, True]
-    assert (found.parents, found.num_branches) == ((-1, 1), 0)
+    assert (found.parents, found.num_branches, found.num_branch_tokens) == ((-1, 1), 0, 0)
     assert found.logprobs.tolist() == [-0.5, -0.25, 0, 0, 0, -1]
     assert found.sampling_mask is not None
     assert found.sampling_mask.counts.tolist() == [1, 2, 0, 0, 0, 1]
     assert found.sampling_mask.token_ids.tolist() == [3, 4, 9, 8]
+
+
+def test_requests_of_failed_trajectories_are_measured_too() -> None:
+    turn = Generation(np.array([3, 4]), np.zeros(2, np.float32), "stop")
+    asks = TrajectoryBuilder(0, np.array([1, 2]), 0, None, requests={"messages": 1})
+    asks.add_turn(turn, "a")
+    asks.add_answer(Reply(requests={"messages": 3, "repeated": 1, "seconds": 2.0}))
+    fails = TrajectoryBuilder(1, np.array([1, 2]), 0, None)
+    fails.add_turn(turn, "a")
+    fails.add_call(Reply(failure=Failure("raised", "no"), requests={"responses": 2, "refused": 2, "seconds": 4.0}))
+    found = measure([asks.finish("done"), fails.finish("failed")])
+    assert {name: metric for name, metric in found.items() if name.startswith("requests")} == {
+        "requests/messages": Mean(total=4, weight=2),
+        "requests/responses": Mean(total=2, weight=2),
+        "requests/repeated": Sum(value=1),
+        "requests/refused": Sum(value=2),
+        "requests/seconds": Mean(total=6.0, weight=2),
+        "requests/seconds_max": Max(value=4.0),
+    }
+    for name, metric in found.items():
+        assert metric_spec(name).reduction == metric.kind
 
 
 def test_the_number_of_workers_does_not_change_the_samples(folder: Path) -> None:

@@ -139,6 +139,10 @@ def test_trajectories_have_turns_texts_and_a_reference(agents: RunDirectory) -> 
     assert "".join(row["prompt"]["token_texts"]) == PROMPTS[0]
     first, second = row["turns"]
     assert "branch" not in first | second
+    assert row["tree"].splitlines()[:2] == [
+        f"prompt: {row['prompt']['num_tokens']} tokens",
+        f"turn 1: {first['tokens']} tokens trained, reward {first['reward']:.4g}",
+    ]
     assert read_row_tokens(kept, 0, [1], kept.texts)[0]["turns"][1]["branch"] == "branch at the prompt's end"
     mask = row["values"]["loss_mask"]
     assert mask == [True] * first["tokens"] + [False] * first["bridge_tokens"] + [True] * second["tokens"]

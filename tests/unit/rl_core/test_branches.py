@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from infra.history.row_tokens import turns_of
+from infra.history.row_tokens import MAX_NAME, tree_of, turns_of
 from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of, jagged, pairs_apart, row_lengths, unbranched
 from rl_core.padded import VERL, Geometry, unnest
 from rl_core.planning import plan_forward, plan_step
@@ -237,3 +237,42 @@ def test_where_a_branch_begins_is_said(parent: int, expected: str) -> None:
     arrays = {name: jagged([np.array(values, np.int32)]) for name, values in columns.items()}
     turns = turns_of(arrays, 0)
     assert [turn.get("branch") for turn in turns] == [None, None, expected]
+    assert [turn["after"] for turn in turns] == [0, 1, 0 if parent < 0 else 1]
+
+
+def drawn(after: list[int], texts: list[str] | None = None, max_turns: int = 99, **others: object) -> list[str]:
+    turns = [{"tokens": 1, "bridge_tokens": 2, "after": number, **others} for number in after]
+    texts = texts or [""] * len(after)
+    tree = tree_of(turns, texts, 1, is_trained="reward" in others, max_turns=max_turns)
+    return tree.splitlines()
+
+
+def test_a_tree_has_each_turn_below_the_one_that_it_goes_on_from() -> None:
+    lines = drawn([0, 1, 2, 1, 4, 4, 0])
+    assert [line.partition(":")[0] for line in lines[1:-1]] == [
+        "├─ turn 1",
+        "│  ├─ turn 2",
+        "│  │  turn 3",
+        "│  └─ turn 4",
+        "│     ├─ turn 5",
+        "│     └─ turn 6",
+        "└─ turn 7",
+    ]
+    assert (lines[0], lines[-1]) == ("prompt: 1 token", "0 of 21 tokens trained")
+    chain = drawn([*range(1000)], max_turns=2, reward=0.5)
+    assert chain == [
+        "prompt: 1 token",
+        "turn 1: 1 token trained, reward 0.5",
+        "turn 2: 1 token trained, after 2 of the environment, reward 0.5",
+        "… 998 more turns",
+        "1,000 of 3,000 tokens trained",
+    ]
+
+
+def test_a_name_that_a_model_has_made_up_stays_in_its_line() -> None:
+    call = '<tool_call>{"name": "%s", "arguments": {}}</tool_call>'
+    lines = drawn([0, 1, 2], [call % "a\\n\\u202e```", call % ("a" * 99), '{"name": "b", "parameters": {}}'])
+    assert len(lines) == 5
+    assert lines[1] == r"turn 1: 1 token, not trained, calls 'a\n\u202e```'"
+    assert f"calls '{'a' * MAX_NAME}'" in lines[2]
+    assert lines[3].endswith("calls b")
