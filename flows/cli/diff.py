@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.tables import plain_table, with_width
+from flows.cli.terminal import plain_table, with_width
 from infra.history.diff import Closeness, Difference, StepDiff, diff_runs, is_within
 from infra.storage.runs import RunDirectory
 from schemas.config.load import differences

@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.tables import plain_table, with_width
+from flows.cli.terminal import plain_table, with_width
 from schemas.plan import StepPlan
 from schemas.summary import ColumnStats, LengthHistogram, SampleRow, StepSummary
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.cli.example import Example, SftExample, example_lines, show_example
-from flows.cli.tables import plain_table, with_width
+from flows.cli.terminal import plain_table, with_width
 from flows.plan.footprint import Footprint, measure_step
 from flows.plan.resources import Resources, plan_resources, this_machine
 from flows.preflight import check

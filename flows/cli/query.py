@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from flows.cli.inspect import shorten
-from flows.cli.tables import plain_table, with_width
+from flows.cli.terminal import plain_table, with_width
 from schemas.errors import QueryError
 
 MAX_CELL = 200  # characters

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.tables import plain_table, with_width
+from flows.cli.terminal import plain_table, with_width
 from flows.lifecycle.session import connect
 from flows.replay.bundle import different_versions, opened_bundle
 from flows.replay.replay import (

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.tables import plain_table
+from flows.cli.terminal import plain_table
 from flows.ui.progress import metric_values, source_rows, summary_rows
 from infra.storage.run_list import RunStatus, list_runs
 from infra.storage.runs import RunDirectory

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from flows.cli.replay import parse_steps
 from flows.cli.run import run_to_end
-from flows.cli.tables import plain_table, with_width
+from flows.cli.terminal import plain_table, with_width
 from flows.lifecycle.session import prefect_session
 from flows.preflight import check, check_checkpoint
 from flows.replay.fork import make_fork

@@ -1,7 +1,5 @@
 """Open the environments of a config: their processes, their tools, and the episodes played with them."""
 
-import platform
-import shutil
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -15,14 +13,14 @@ from infra.engines.families import branch_fault
 from infra.environments.bridge import Dialogue
 from infra.environments.episodes import Episodes
 from infra.environments.pool import EnvironmentClass, EnvironmentPool
-from infra.environments.program import resolve
+from infra.environments.sandbox import check_sandbox
 from infra.environments.slot import Reply
 from rl_core.environments.base import Task
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import EnvironmentConfig, ProgramEnvironment, ToolsEnvironment
 from schemas.config.rollout import EngineRollout
 from schemas.config.run import RunConfig
-from schemas.errors import ConfigError, DataError, EnvironmentImportError
+from schemas.errors import DataError, EnvironmentImportError
 
 _PROGRAM = "infra.environments.program:Program"
 _TOOLS = "rl_core.environments.tools:ToolEnvironment"
@@ -33,10 +31,14 @@ def open_episodes(config: RunConfig, engine: RolloutEngine, tokenizer: PreTraine
 
     Raises:
         ChatTemplateError: The model's chat template can't continue a chat by turns.
+        ConfigError: There is no program or image of that name on this machine.
         EnvironmentImportError: An environment can't be loaded.
+        ServiceError: Nothing runs containers on this machine.
     """
     if not config.environments:
         return None
+    for each in config.environments:
+        _check_program(each)
     limit = config.data.max_prompt_tokens
     dialogues = [Dialogue(each, _chat(config, each, tokenizer), limit) for each in config.environments]
     pool = EnvironmentPool(*(environment_class(each, config.rollout) for each in config.environments))
@@ -50,14 +52,14 @@ def check_environments(config: RunConfig, tokenizer: PreTrainedTokenizerBase, pr
 
     Raises:
         ChatTemplateError: The model's chat template can't.
-        ConfigError: There is no such program.
+        ConfigError: There is no such program or image.
         DataError: Making or resetting an environment fails, or what that adds to the prompt doesn't fit.
         EnvironmentImportError: An environment can't be loaded.
+        ServiceError: Nothing runs containers on this machine.
     """
     rows = [prompts[number] for number in range(len(prompts))]
     for number, environment in enumerate(config.environments):
-        if isinstance(environment, ProgramEnvironment):
-            _check_command(environment)
+        _check_program(environment)
         _check_environment(config, environment, tokenizer, next(row for row in rows if row.environment == number))
 
 
@@ -84,6 +86,7 @@ def environment_class(config: EnvironmentConfig, rollout: EngineRollout) -> Envi
         return EnvironmentClass(_TOOLS, config, {"tools": list(config.tools), "parser": config.parser})
     if isinstance(config, ProgramEnvironment):
         arguments = {"command": list(config.command), "grader": config.grader, "memory_bytes": config.memory_bytes}
+        arguments["sandbox"] = config.sandbox.model_dump(mode="json")
         return EnvironmentClass(_PROGRAM, config, {**arguments, "sampling": _sampling(config, rollout)})
     return EnvironmentClass(config.path, config, config.arguments)
 
@@ -111,13 +114,9 @@ def _first_reply(config: RunConfig, environment: EnvironmentConfig, task: Task) 
         return pool.wait()[0]
 
 
-def _check_command(config: ProgramEnvironment) -> None:
-    program = resolve(config.command)[0]
-    if shutil.which(program) is None:
-        raise ConfigError(
-            f"environment.command: there is no program {program!r} on {platform.node()}; name one on PATH, or a path "
-            "from the run's working directory, of a file that may be executed"
-        )
+def _check_program(config: EnvironmentConfig) -> None:
+    if isinstance(config, ProgramEnvironment):
+        check_sandbox(config.sandbox.model_dump(mode="json"), config.command)
 
 
 def _sampling(config: ProgramEnvironment, rollout: EngineRollout) -> dict[str, Any]:

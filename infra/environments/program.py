@@ -1,35 +1,31 @@
 """A program as an environment: it asks its model itself, over an API (`model_apis`) that a server of this process has.
 
-It runs once per trajectory, in a process group and a folder of its own. It is a black box: if this process is lost, it
-is started again, and asks for the turns that it had.
+It runs once per trajectory, in a sandbox and a folder of its own. It is a black box: if this process is lost, it is
+started again, and asks for the turns that it had.
 """
 
 import asyncio
-import fcntl
 import functools
 import inspect
 import json
 import os
 import resource
 import secrets
-import shutil
 import signal
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from infra.environments.sandbox import ERROR_CHARACTERS, open_sandbox, programs_folder, remove_folder
 from infra.integrations.conversation import ChatError, Conversation, Request
 from infra.integrations.model_apis import MODEL, ModelApi, begin_task, complete, serve
-from infra.processes import lifeline
-from infra.processes.isolated import has_died, kill_group
-from rl_core.environments.base import FinishedProgram, Step, Task
+from rl_core.environments.base import Endpoint, FinishedProgram, Launch, Step, Task
 from rl_core.user_code import import_user_module
 from schemas.errors import EnvironmentImportError
 
@@ -37,24 +33,6 @@ from schemas.errors import EnvironmentImportError
 SETTINGS = ("stream", "stream_options", "tools", "user", "metadata")
 MAX_FILE_BYTES = 2**30
 OUTPUT_BYTES = 2**16  # of the end of what is printed
-ERROR_CHARACTERS = 600
-_PREFIX = f"sluice-programs-{os.getuid()}-"
-# Limits itself, and is then replaced by the program, which ends with this process: the kernel kills its group.
-_LAUNCHER = """
-import os, resource, runpy, sys
-lifeline, task, memory, size, files, *command = sys.argv[1:]
-runpy.run_path(lifeline)["end_with_parent"](with_programs=True)
-os.dup2(int(task), 0)
-for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, size), (resource.RLIMIT_CORE, 0)):
-    hard = resource.getrlimit(kind)[1]
-    most = int(most) if hard == resource.RLIM_INFINITY else min(int(most), hard)
-    resource.setrlimit(kind, (most, most))
-resource.setrlimit(resource.RLIMIT_NOFILE, (int(files), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-try:
-    os.execvp(command[0], command)
-except OSError as error:
-    sys.exit(f"{command[0]} can't be started: {error.strerror}")
-"""
 
 
 class Gateway:
@@ -70,25 +48,29 @@ class Gateway:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._conversations: dict[str, tuple[str, Conversation]] = {}  # with their keys, by number
         self._num_opened = 0
-        self._url: asyncio.Task[str] | None = None
+        self._endpoint: asyncio.Task[Endpoint] | None = None
 
-    async def open(self, conversation: Conversation) -> tuple[str, str, str]:
-        """Have a conversation be asked for; return its number, the URL that programs know as the API's, and its key."""
-        if self._url is None:
-            self._url = begin_task(serve(self._answer, "/{number}/v1"))
+    async def open(self, conversation: Conversation) -> tuple[str, str, Endpoint]:
+        """Have a conversation be asked for; return its number, which is its path, its key, and the server."""
+        if self._endpoint is None:
+            self._endpoint = begin_task(self._serve())
         try:
-            url = await asyncio.shield(self._url)
+            endpoint = await asyncio.shield(self._endpoint)
         except OSError:  # the next one tries again
-            self._url = None
+            self._endpoint = None
             raise
         self._num_opened += 1
         number, key = str(self._num_opened), secrets.token_urlsafe()
         self._conversations[number] = key, conversation
-        return number, f"{url}/{number}/v1", key
+        return number, key, endpoint
 
     def close(self, number: str) -> None:
         """Forget a conversation."""
         self._conversations.pop(number)[1].fail(ChatError("the trajectory has ended"))
+
+    async def _serve(self) -> Endpoint:
+        path = os.path.join(programs_folder(), f"model-{secrets.token_hex(4)}.sock")
+        return Endpoint(await serve(self._answer, "/{number}/v1", path), path)
 
     async def _answer(self, request: web.Request, api: ModelApi) -> web.StreamResponse:
         key, conversation = self._conversations.get(request.match_info["number"], ("", None))
@@ -107,13 +89,14 @@ class Program:
     Args:
         task: The data row, which the program reads as JSON from its standard input, with the seed.
         seed: The seed.
-        command: The program and its arguments, with `{workdir}` and `{python}`.
+        command: The program and its arguments, as its sandbox takes them.
+        sandbox: Where it runs, as `infra.environments.sandbox.open_sandbox` takes it.
         grader: Import path of a function of a `FinishedProgram`; None: the program prints its reward.
-        memory_bytes: Most address space of each of its processes.
+        memory_bytes: Most memory that it has.
         sampling: What its requests may set to this value only.
 
     Raises:
-        EnvironmentImportError: The grader can't be imported, or is no function.
+        EnvironmentImportError: The grader or the user's sandbox can't be imported, or is none.
     """
 
     def __init__(
@@ -122,33 +105,37 @@ class Program:
         seed: int,
         *,
         command: Sequence[str],
+        sandbox: Mapping[str, Any],
         grader: str | None,
         memory_bytes: int,
         sampling: Mapping[str, Any],
     ) -> None:
         self.role = "user"
         self._task, self._seed, self._memory_bytes = task, seed, memory_bytes
-        self._command = resolve(command)
+        self._command, self._sandbox = command, open_sandbox(**sandbox)
         self._grade = None if grader is None else load_grader(grader)
         self._conversation = Conversation("the program", None, SETTINGS, sampling)
         self._is_expected: Callable[[Any, str], bool] | None = None
         self._number: str | None = None
         self._folder: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: asyncio.Task[int] | None = None  # its exit code
 
     async def reset(self) -> dict[str, Any]:
         """Start the program, and return the chat and tools of its first request, which are the trajectory's prompt."""
-        self._number, url, key = await gateway().open(self._conversation)
-        self._ended = self._start(url, key)
+        self._number, key, endpoint = await gateway().open(self._conversation)
+        await self._start(key, endpoint)
         request = await self._next_request(lambda request: (request.as_chat(), self.role))
         if request is None:
-            how = kill_group(self._started())
+            how = _describe_end(await self._end_of_program())
             raise ChatError(f"the program ended with {how} before it asked its model anything; {self._said()}")
         return request.as_chat()
 
     async def step(self, action: str) -> Step:
         """Answer the outstanding request by a turn (`write_turn`); return what the next one adds, or the reward."""
-        if has_died(self._started().pid):
+        ended = self._end_of_program()
+        await asyncio.wait({ended}, timeout=0)  # takes note of an end that has just come
+        if ended.done():
+            ended.result()  # or what has failed instead of the program
             raise ChatError(f"the program ended while it waited for its model's turn; {self._said()}")
         turn = json.loads(action)
         self._conversation.answer(turn["text"], turn["usage"])
@@ -170,59 +157,40 @@ class Program:
         """Return what the program asks next; None if it has ended."""
         is_expected, self._is_expected = self._is_expected, None
         known = None if is_expected is None else lambda request: is_expected(*observe(request))
-        return await self._conversation.next_request(self._ended, known)
+        return await self._conversation.next_request(self._end_of_program(), known)
 
     async def close(self) -> None:
-        """Kill the program and its children, and remove its folder."""
+        """Kill the program with what it has started, and remove its folder."""
         if self._number is not None:
             gateway().close(self._number)
-        if self._process is not None:
-            if self._process.returncode is None:
-                _kill_descendants(self._process.pid)
-                kill_group(self._process)
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        if self._folder is not None:
-            await asyncio.to_thread(_remove, self._folder)
+        try:
+            await self._sandbox.kill()
+        finally:
+            if self._folder is not None:
+                await asyncio.to_thread(remove_folder, self._folder)
 
     def describe_timeout(self) -> str:
         """Return what the program did instead, after a time-out."""
         return f"the program has neither asked its model nor ended; {self._said()}"
 
-    def _start(self, url: str, key: str) -> "asyncio.Future[None]":
-        """Start the program; return what is done when it has ended."""
-        self._folder = Path(tempfile.mkdtemp(dir=_root()))
+    async def _start(self, key: str, endpoint: Endpoint) -> None:
+        """Start the program."""
+        self._folder = Path(tempfile.mkdtemp(dir=programs_folder()))
         self._home.mkdir()
-        with (
-            tempfile.TemporaryFile() as task,
-            (self._folder / "stdout").open("wb") as output,
-            (self._folder / "stderr").open("wb") as errors,
-        ):
-            task.write(json.dumps({**self._task, "seed": self._seed}).encode())
-            task.seek(0)
-            limits = [str(self._memory_bytes), str(MAX_FILE_BYTES), str(gateway().own_files)]
-            launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, lifeline.__file__, str(task.fileno()), *limits]
-            self._process = subprocess.Popen(
-                [*launcher, *self._command],
-                stdin=subprocess.PIPE,  # the lifeline
-                stdout=output,
-                stderr=errors,
-                cwd=self._home,
-                env=_variables(url, key, str(self._home)),
-                pass_fds=(task.fileno(),),
-                start_new_session=True,
-            )
-        loop = asyncio.get_running_loop()
-        ended, descriptor = loop.create_future(), os.pidfd_open(self._process.pid)
-
-        def end() -> None:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
-            if not ended.done():
-                ended.set_result(None)
-
-        loop.add_reader(descriptor, end)
-        return ended
+        launch = Launch(
+            command=self._command,
+            variables=_variables(f"{self._sandbox.url(endpoint)}/{self._number}/v1", key),
+            task=json.dumps({**self._task, "seed": self._seed}).encode(),
+            home=self._home,
+            stdout=self._folder / "stdout",
+            stderr=self._folder / "stderr",
+            endpoint=endpoint,
+            memory_bytes=self._memory_bytes,
+            file_bytes=MAX_FILE_BYTES,
+            open_files=gateway().own_files,
+        )
+        await self._sandbox.start(launch)
+        self._ended = begin_task(self._sandbox.wait())
 
     async def _end(self) -> Step:
         """Return the step that ends the trajectory.
@@ -230,15 +198,14 @@ class Program:
         Raises:
             ChatError: The program failed, or there is no reward.
         """
-        process = self._started()
-        how = kill_group(process)  # what it has left running
+        exit_code = await self._end_of_program()
         output = self._end_of("stdout")
         if self._grade is None:
-            if process.returncode != 0:
-                raise ChatError(f"the program ended with {how}; {self._said()}")
+            if exit_code != 0:
+                raise ChatError(f"the program ended with {_describe_end(exit_code)}; {self._said()}")
             return Step("", *_printed(output))
         chats = [[message.as_openai() for message in chat] for chat in self._conversation.chats]
-        finished = FinishedProgram(self._task, chats[-1], self._home, process.returncode, output, chats)
+        finished = FinishedProgram(self._task, chats[-1], self._home, exit_code, output, chats)
         result = await asyncio.to_thread(self._grade, finished)
         if inspect.isawaitable(result):
             result = await result
@@ -264,33 +231,14 @@ class Program:
             file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_BYTES))
             return file.read().decode(errors="replace")
 
-    def _started(self) -> "subprocess.Popen[bytes]":
-        assert self._process is not None, "a step before the reset"
-        return self._process
+    def _end_of_program(self) -> "asyncio.Task[int]":
+        assert self._ended is not None, "a step before the reset"
+        return self._ended
 
     def _said(self) -> str:
         """Return the end of what the program wrote to its standard error, for messages."""
         said = self._end_of("stderr").strip()
         return f"its stderr ends with: {said[-ERROR_CHARACTERS:]}" if said else "it wrote nothing to stderr"
-
-
-def _kill_descendants(pid: int) -> None:
-    """Kill what a running program has started, in other process groups and sessions, too."""
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                _kill_descendants(child)
-                os.kill(child, signal.SIGKILL)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a program's folder, whatever it has made read-only in it."""
-    for place, names, _ in os.walk(folder):
-        for path in (os.path.join(place, name) for name in names):
-            with suppress(OSError):
-                if not os.path.islink(path):
-                    os.chmod(path, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_turn(text: str, num_before: int, num_tokens: int) -> str:
@@ -303,14 +251,6 @@ def write_turn(text: str, num_before: int, num_tokens: int) -> str:
     """
     usage = {"prompt_tokens": num_before, "completion_tokens": num_tokens, "total_tokens": num_before + num_tokens}
     return json.dumps({"text": text, "usage": usage})
-
-
-def resolve(command: Sequence[str]) -> list[str]:
-    """Return a command whose placeholders are replaced, and whose program is a path or a name on PATH."""
-    places = {"{workdir}": os.getcwd(), "{python}": sys.executable}
-    resolved = [functools.reduce(lambda text, name: text.replace(name, places[name]), places, part) for part in command]
-    program = os.path.abspath(resolved[0]) if os.path.dirname(resolved[0]) else resolved[0]
-    return [program, *resolved[1:]]
 
 
 def load_grader(path: str) -> Callable[[FinishedProgram], Any]:
@@ -342,44 +282,21 @@ def _printed(output: str) -> tuple[Any, bool, Any]:
     )
 
 
-def _variables(url: str, key: str, folder: str) -> dict[str, str]:
+def _variables(url: str, key: str) -> dict[str, str]:
     own = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    hosts = ",".join(filter(None, [own, "127.0.0.1"]))
+    hosts = ",".join(filter(None, [own, urlsplit(url).hostname]))
     return {
-        **os.environ,
         "OPENAI_BASE_URL": url,
         "OPENAI_API_KEY": key,
         "OPENAI_MODEL": MODEL,
         "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # which its clients append
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_MODEL": MODEL,
-        "HOME": folder,
-        "TMPDIR": folder,
         "PYTHONHASHSEED": "0",  # with a fixed order of sets, a program that is started again asks the same
         "no_proxy": hosts,
         "NO_PROXY": hosts,
     }
 
 
-@functools.cache
-def _root() -> str:
-    """Return the folder of this process's programs, and remove those that processes have left which were killed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            _lock(str(left), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(left)
-    while True:
-        root = tempfile.mkdtemp(prefix=_PREFIX)
-        _lock(root, fcntl.LOCK_EX)
-        if os.path.exists(root):  # no other process has removed it before it was locked
-            return root
-
-
-def _lock(folder: str, operation: int) -> None:
-    """Lock a folder until this process ends; the kernel then unlocks it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, operation)
-    except OSError:
-        os.close(descriptor)
-        raise
+def _describe_end(code: int) -> str:
+    return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"

@@ -7,6 +7,8 @@ what `conversation` needs, and aiohttp.
 
 import asyncio
 import json
+import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context
 from functools import partial
@@ -53,12 +55,13 @@ class ModelApi(NamedTuple):
         return web.json_response(self.error(status, message), status=status)
 
 
-async def serve(answer: Callable[..., Any], base: str) -> str:
+async def serve(answer: Callable[..., Any], base: str, path: str | None = None) -> str:
     """Serve the APIs on the loopback interface until this process ends; return the server's URL.
 
     Args:
         answer: Answers a request, and takes its `ModelApi` by the name `api`.
         base: The path of all of them, of aiohttp's form.
+        path: Of a Unix socket at which they are, too.
     """
     app = web.Application(client_max_size=MAX_REQUEST_BYTES)
     for api in (CHAT_COMPLETIONS, RESPONSES, MESSAGES):
@@ -68,7 +71,20 @@ async def serve(answer: Callable[..., Any], base: str) -> str:
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return f"http://127.0.0.1:{runner.addresses[0][1]}"
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    if path is not None:
+        await web.SockSite(runner, _unix_socket(path)).start()
+    return url
+
+
+def _unix_socket(path: str) -> socket.socket:
+    """Return a socket that is bound to a path; that may be longer than a socket's address."""
+    bound, folder = socket.socket(socket.AF_UNIX), os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY)
+    try:
+        bound.bind(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
+    finally:
+        os.close(folder)
+    return bound
 
 
 def begin_task(coroutine: Any) -> "asyncio.Task[Any]":

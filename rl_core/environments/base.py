@@ -38,6 +38,56 @@ class FinishedProgram(NamedTuple):
     chats: Sequence[list[dict[str, Any]]] = ()  # all that no later one extends, the newest one last
 
 
+class Endpoint(NamedTuple):
+    """The server of the model's APIs, as it is reached on its machine."""
+
+    url: str  # on the loopback interface, such as http://127.0.0.1:40123
+    socket: str  # the path of a Unix socket, at which the same server is
+
+
+class Launch(NamedTuple):
+    """A program that a sandbox is to start, in the empty folder `home`, which is its HOME and TMPDIR, too."""
+
+    command: Sequence[str]  # the program and its arguments, as in the config
+    variables: Mapping[str, str]  # that it needs: the APIs' URL as it sees it, its key; not those of the run
+    task: bytes  # what it reads from its standard input
+    home: Path  # its grader reads here what it has left
+    stdout: Path  # files for what it prints
+    stderr: Path
+    endpoint: Endpoint
+    memory_bytes: int  # limits: its memory, a file's size, and how many files a process may have open
+    file_bytes: int
+    open_files: int
+
+
+class Sandbox(Protocol):
+    """Where one trajectory's program runs. A class of this shape is named in the config by its import path.
+
+    It is made with the config's `arguments` as keyword arguments. Its methods run in the event loop of an environment
+    process, with other trajectories', and so must not block. What they raise costs the trajectory its reward: it is a
+    failure, and is never graded.
+    """
+
+    def url(self, endpoint: Endpoint) -> str:
+        """Return the URL at which the program reaches the endpoint; raise an error if it can't."""
+        ...
+
+    async def start(self, launch: Launch) -> None:
+        """Start the program; called once."""
+        ...
+
+    async def wait(self) -> int:
+        """Wait until the program has ended, and nothing of it runs any more; return its exit code.
+
+        A negative one is minus the number of a signal. If the sandbox has failed, not the program, raise an error.
+        """
+        ...
+
+    async def kill(self) -> None:
+        """Kill the program with all that it has started, if it runs, and free what the sandbox holds; called once."""
+        ...
+
+
 class Environment(Protocol):
     """One trajectory's world. A class of this shape is named in the config by its import path.
 

@@ -53,8 +53,10 @@ CHANGEABLE = (
     "rollout.tensor_parallel",
     "rollout.prefix_cache",
 )
-# Of a reward model in a sum, and of a teacher.
-OF_PARTS = re.compile(r"reward\.parts\.\w+\.reward\.num_workers|distillation\.teachers\.\w+\.num_ranks")
+# Of a reward model in a sum, of a teacher, and of a container.
+OF_PARTS = re.compile(
+    r"reward\.parts\.\w+\.reward\.num_workers|distillation\.teachers\.\w+\.num_ranks|environment\.sandbox\.program"
+)
 FIXED = ("runtime.max_staleness",)
 # Those of them on which log-probs and plans depend: who computes them, and in which micro-batches.
 SCORING = ("packing", "runtime.device", "runtime.num_policy_ranks")

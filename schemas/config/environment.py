@@ -1,11 +1,12 @@
 """Environments: what answers the model's turns."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from schemas.base import FrozenConfig
-from schemas.config.kinds import ImportPath, JsonObject
+from schemas.config.kinds import ImportPath, JsonObject, default_kind
 
 
 class TurnLimits(FrozenConfig):
@@ -101,6 +102,66 @@ class ToolsEnvironment(TurnLimits):
         return self
 
 
+class ProcessSandbox(FrozenConfig):
+    """A process of the run's user, with limits, but with that user's files and network."""
+
+    kind: Literal["process"] = "process"
+    """Selects a process."""
+
+
+class ContainerSandbox(FrozenConfig):
+    """A container of an image that is on the machine, by the command line of Docker or Podman."""
+
+    kind: Literal["container"] = "container"
+    """Selects a container."""
+
+    image: Annotated[str, Field(min_length=1, pattern="^[^-]")]
+    """Its image; it is never pulled."""
+
+    program: Annotated[str, Field(min_length=1)] = "docker"
+    """The command line that runs it: `docker`, `podman`, or the path of one."""
+
+    network: Annotated[str, Field(min_length=1)] = "none"
+    """Its network; `none` has the model's API only, `host` is the machine's, others are those of `docker network`."""
+
+    options: tuple[str, ...] = ()
+    """More options of `docker run`, each as `--name=value`, with `{workdir}`, the run's working directory."""
+
+    @field_validator("options")
+    @classmethod
+    def _leave_the_rest_alone(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        for option in options:
+            if not re.fullmatch(r"--[a-z][a-z0-9-]*(=.+)?", option):
+                raise ValueError(f"{option!r} is not of the form --name=value; write --gpus=all for -gpus all")
+            if (name := option.partition("=")[0]) in _OWN_OPTIONS:
+                raise ValueError(f"{name} is set by Sluice, as the program is started, watched and killed by it")
+        return options
+
+
+_OWN_OPTIONS = {
+    *("--attach", "--cidfile", "--detach", "--entrypoint", "--interactive", "--name", "--net", "--network", "--pull"),
+    *("--restart", "--rm", "--sig-proxy", "--tty", "--workdir"),
+}
+
+
+class ClassSandbox(FrozenConfig):
+    """A class of your own with the methods of `rl_core.environments.base.Sandbox`, such as for machines elsewhere."""
+
+    kind: Literal["class"] = "class"
+    """Selects a Python class."""
+
+    path: ImportPath
+    """Import path of the class, `module:Class`."""
+
+    arguments: JsonObject = Field(default_factory=dict)
+    """Keyword arguments of the class, in JSON's types."""
+
+
+SandboxConfig = Annotated[
+    Annotated[ProcessSandbox | ContainerSandbox | ClassSandbox, Field(discriminator="kind")], default_kind("process")
+]
+
+
 class ProgramEnvironment(TurnLimits):
     """A program, started for each trajectory, that asks the model itself, over OpenAI's or Anthropic's API."""
 
@@ -108,13 +169,16 @@ class ProgramEnvironment(TurnLimits):
     """Selects a program."""
 
     command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
-    """The program and its arguments; `{workdir}` is the run's working directory, `{python}` its interpreter."""
+    """The program and its arguments; of a process, with `{workdir}`, the run's, and `{python}`, its interpreter."""
 
     grader: ImportPath | None = None
     """Import path of a function that rewards a trajectory, `module:function`; None: what the program prints."""
 
+    sandbox: SandboxConfig = Field(default_factory=ProcessSandbox)
+    """Where it runs."""
+
     memory_bytes: PositiveInt = 2**32
-    """Most address space of each of its processes, in bytes (RLIMIT_AS)."""
+    """Most address space of each of its processes, in bytes (RLIMIT_AS), or most memory of its container."""
 
     @property
     def what(self) -> str:
@@ -124,7 +188,8 @@ class ProgramEnvironment(TurnLimits):
     @property
     def import_paths(self) -> tuple[str, ...]:
         """The user's code that it imports."""
-        return () if self.grader is None else (self.grader,)
+        own = (self.sandbox.path,) if isinstance(self.sandbox, ClassSandbox) else ()
+        return own if self.grader is None else (self.grader, *own)
 
     @model_validator(mode="after")
     def _is_started_by_the_run(self) -> "ProgramEnvironment":
@@ -133,6 +198,18 @@ class ProgramEnvironment(TurnLimits):
                 f"environment.python = {self.python!r} has no effect on a program; name its interpreter in "
                 "environment.command, such as {workdir}/venv/bin/python"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _is_named_as_the_sandbox_knows_it(self) -> "ProgramEnvironment":
+        if self.sandbox.kind == "process":
+            return self
+        for part in self.command:
+            if unknown := next((place for place in ("{workdir}", "{python}") if place in part), None):
+                raise ValueError(
+                    f"environment.command has {unknown}, which is not in a sandbox of kind {self.sandbox.kind!r}; name "
+                    'the paths that it has there, such as "python3" and those of its image'
+                )
         return self
 
 

@@ -95,6 +95,9 @@ FOR_A_NEW_RUN = {
         "environment.max_turn_tokens",
         "environment.resume_rows",
         "environment.lockstep_steps",
+        "environment.sandbox",
+        "environment.sandbox.image",
+        "environment.sandbox.path",
     ),
     *(f"reward.{name}" for name in ("model", "pattern", "scale", "max_tokens")),  # of a judge
     *("overlong.buffer_tokens", "reward.kind", "reward.path", "rollout.dynamic_sampling", "rollout.kind"),
@@ -274,6 +277,18 @@ def test_the_ranks_of_a_teacher_may_change() -> None:
     assert rejected_changes(begun, resumed["num_ranks"]) == []
     assert sampling_digest(begun) == sampling_digest(resumed["num_ranks"])
     assert rejected_changes(begun, resumed["path"]) == ["distillation.teachers.big.path"]
+
+
+def test_what_runs_a_container_may_change_but_not_its_image() -> None:
+    sandbox = {"kind": "container", "image": "one"}
+    begun = run_config(environment={"kind": "program", "command": ["agent"], "sandbox": sandbox})
+    resumed = {
+        name: override_config(begun, [f"environment.sandbox.{name}={value}"], "demo")
+        for name, value in {"program": "podman", "image": "two"}.items()
+    }
+    assert rejected_changes(begun, resumed["program"]) == []
+    assert sampling_digest(begun) == sampling_digest(resumed["program"])
+    assert rejected_changes(begun, resumed["image"]) == ["environment.sandbox.image"]
 
 
 def test_a_change_of_what_is_trained_changes_all_digests() -> None:
