@@ -160,6 +160,7 @@ class Container:
 
     async def wait(self) -> int:
         assert self._client is not None, "the program is not started"
+        assert self._launch is not None
         await _end_of(self._client)
         _kill(self._client)
         code: int = self._client.returncode
@@ -170,16 +171,17 @@ class Container:
             self._runtime.ask, "inspect", "--type=container", "--format={{json .State}}", self._name
         )
         state = json.loads(asked.stdout) if asked.returncode == 0 else {}
-        if state.get("Status") not in ("exited", "stopped") or state.get("ExitCode") != code:
-            raise ServiceError(
-                f"{self._runtime.program} failed with exit code {code}, and not the program in the container: "
-                f"{_text_of(asked.stderr) or 'the container is ' + str(state.get('Status'))}"
-            )
-        if state.get("OOMKilled"):
-            assert self._launch is not None
-            with self._launch.stderr.open("a") as errors:
+        with self._launch.stderr.open("rb+") as errors:
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - ERROR_CHARACTERS))
+            said = _text_of(errors.read())
+            if state.get("Status") not in ("exited", "stopped") or state.get("ExitCode") != code:
+                raise ServiceError(
+                    f"{self._runtime.program} failed with exit code {code}, and not the program in the container "
+                    f"({state.get('Status') or _text_of(asked.stderr)}); its stderr ends with: {said}"
+                )
+            if state.get("OOMKilled"):
                 most = f"{self._launch.memory_bytes:,} bytes (environment.memory_bytes)"
-                errors.write(f"\na process of the container was killed: they took more memory than {most}\n")
+                errors.write(f"\na process of the container was killed: they took more memory than {most}\n".encode())
         return code
 
     async def kill(self) -> None:
