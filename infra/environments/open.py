@@ -85,8 +85,8 @@ def environment_class(config: EnvironmentConfig, rollout: EngineRollout) -> Envi
     if isinstance(config, ToolsEnvironment):
         return EnvironmentClass(_TOOLS, config, {"tools": list(config.tools), "parser": config.parser})
     if isinstance(config, ProgramEnvironment):
-        arguments = {"command": list(config.command), "grader": config.grader, "memory_bytes": config.memory_bytes}
-        arguments["sandbox"] = config.sandbox.model_dump(mode="json")
+        arguments: dict[str, Any] = {"command": list(config.command), "sandbox": config.sandbox.model_dump(mode="json")}
+        arguments |= {"grader": config.grader, "memory_bytes": config.memory_bytes}
         return EnvironmentClass(_PROGRAM, config, {**arguments, "sampling": _sampling(config, rollout)})
     return EnvironmentClass(config.path, config, config.arguments)
 

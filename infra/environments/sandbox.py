@@ -1,7 +1,7 @@
 """Sandboxes, in which the programs of trajectories run: a local process, a container, or a class of the user's.
 
-A container's program asks the model at a port of the container's own loopback interface. A small relay, which is
-started before it, passes that on to the Unix socket of the endpoint, which is mounted. So it needs no other network.
+Without a network, a program asks the model at a port of a loopback interface of its own. A small relay, which is
+started before it, passes that on to the Unix socket of the endpoint, which a container has mounted.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import os
 import platform
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from infra.processes import lifeline
-from infra.processes.isolated import kill_group
+from infra.processes.isolated import kill_all
 from rl_core.environments.base import Endpoint, Launch, Sandbox
 from rl_core.user_code import import_user_module
 from schemas.errors import ConfigError, EnvironmentImportError, ServiceError
 
-PORT = 8411  # of the relay, inside of a container
+PORT = 8411  # of the relay
+RELAYED = f"http://127.0.0.1:{PORT}"
 HOME, SOCKET = "/sluice/home", "/sluice/model.sock"  # where a container has what is mounted
 MAX_TASKS = 4096  # processes and threads of a container
 ASK_SECONDS = 60.0  # for an answer of docker's
@@ -51,9 +51,24 @@ try:
 except OSError as error:
     sys.exit(f"{command[0]} can't be started: {error.strerror}")
 """
+# Gives this process a network of its own, which has a loopback interface only; the users are the same.
+_LOOPBACK = """
+import ctypes, fcntl, os, socket, struct, sys
+user, group = os.getuid(), os.getgid()
+try:
+    if ctypes.CDLL(None, use_errno=True).unshare(0x50000000):  # CLONE_NEWUSER, CLONE_NEWNET
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+except OSError as error:
+    sys.exit(f"the kernel gives this user no network namespace: {error.strerror}")
+"""
 # Listens before the program takes this process's place; the relay itself is no child of the program's.
 _RELAY = """
-import os, socket, sys, threading
+import os, signal, socket, sys, threading
 port, path = int(sys.argv[1]), sys.argv[2]
 command = sys.argv[3:]
 def copy(source, target):
@@ -78,9 +93,11 @@ listener.bind(("127.0.0.1", port))
 listener.listen(1024)
 child = os.fork()
 if child == 0:
-    os.setsid()
     if os.fork():
         os._exit(0)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # which the program may send its group
+        signal.signal(number, signal.SIG_IGN)
+    threading.stack_size(2**18)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nothing, descriptor)
@@ -106,29 +123,38 @@ for _ in range(5):  # one may just have been created
 
 
 class LocalProcess:
-    """A process of this machine, in a group of its own, with the run's user and environment variables, and limits."""
+    """A process of this machine, in a group of its own, with the run's user and environment variables, and limits.
 
-    def __init__(self) -> None:
+    Args:
+        network: "host": the machine's; "none": one of its own.
+    """
+
+    def __init__(self, network: str = "host") -> None:
+        self._network = network
         self._process: subprocess.Popen[bytes] | None = None
 
     def url(self, endpoint: Endpoint) -> str:
-        return endpoint.url
+        return endpoint.url if self._network == "host" else RELAYED
 
     async def start(self, launch: Launch) -> None:
         limits = launch.memory_bytes, launch.file_bytes, launch.open_files
         home = {"HOME": str(launch.home), "TMPDIR": str(launch.home)}
-        self._process = _spawn(resolve(launch.command), launch, limits, {**os.environ, **launch.variables, **home})
+        command = resolve(launch.command)
+        if self._network != "host":
+            relay = [sys.executable, "-I", "-S", "-c", _LOOPBACK + _RELAY, str(PORT), launch.endpoint.socket]
+            command = [*relay, *command]
+        self._process = _spawn(command, launch, limits, {**os.environ, **launch.variables, **home})
 
     async def wait(self) -> int:
         assert self._process is not None, "the program is not started"
         await _end_of(self._process)
-        _kill(self._process)  # what it has left running
+        kill_all(self._process)  # what it has left running
         code: int = self._process.returncode
         return code
 
     async def kill(self) -> None:
         if self._process is not None:
-            _kill(self._process)
+            kill_all(self._process)
             assert self._process.stdin is not None
             self._process.stdin.close()
 
@@ -145,7 +171,7 @@ class Container:
         self._is_killed = False
 
     def url(self, endpoint: Endpoint) -> str:
-        return endpoint.url if self._network == "host" else f"http://127.0.0.1:{PORT}"
+        return endpoint.url if self._network == "host" else RELAYED
 
     async def start(self, launch: Launch) -> None:
         user = await asyncio.to_thread(self._runtime.prepare)
@@ -162,7 +188,7 @@ class Container:
         assert self._client is not None, "the program is not started"
         assert self._launch is not None
         await _end_of(self._client)
-        _kill(self._client)
+        kill_all(self._client)
         code: int = self._client.returncode
         if code == 0 or self._is_killed:
             return code
@@ -189,7 +215,7 @@ class Container:
         if self._client is None:
             return
         self._is_killed = True
-        _kill(self._client)
+        kill_all(self._client)
         assert self._client.stdin is not None
         self._client.stdin.close()
         await asyncio.to_thread(self._runtime.remove, [self._name])
@@ -325,7 +351,7 @@ def open_sandbox(kind: str, **settings: Any) -> Sandbox:
         EnvironmentImportError: The user's class can't be imported, or is none.
     """
     if kind == "process":
-        return LocalProcess()
+        return LocalProcess(**settings)
     if kind == "container":
         return Container(**settings)
     path = settings["path"]
@@ -345,16 +371,24 @@ def check_sandbox(settings: Mapping[str, Any], command: Sequence[str]) -> None:
     """Check that this machine can start a program; a user's class shows that when it does.
 
     Raises:
-        ConfigError: There is no such program or image.
+        ConfigError: There is no such program or image, or no network of its own.
         ServiceError: There is no daemon that runs containers.
     """
     if settings["kind"] == "container":
         runtime(settings["program"]).check(settings["image"])
-    elif settings["kind"] == "process" and shutil.which(resolve(command)[0]) is None:
-        raise ConfigError(
-            f"environment.command: there is no program {resolve(command)[0]!r} on {platform.node()}; name one on PATH, "
-            "or a path from the run's working directory, of a file that may be executed"
-        )
+    elif settings["kind"] == "process":
+        if shutil.which(program := resolve(command)[0]) is None:
+            raise ConfigError(
+                f"environment.command: there is no program {program!r} on {platform.node()}; name one on PATH, or a "
+                "path from the run's working directory, of a file that may be executed"
+            )
+        tried = [sys.executable, "-I", "-S", "-c", _LOOPBACK]
+        if settings["network"] != "host" and (ended := subprocess.run(tried, stderr=subprocess.PIPE)).returncode != 0:
+            raise ConfigError(
+                f'environment.sandbox.network = "none" on {platform.node()}: {_text_of(ended.stderr)}; let users make '
+                "namespaces there (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), or "
+                'set environment.sandbox.kind = "container"'
+            )
 
 
 def resolve(command: Sequence[str]) -> list[str]:
@@ -406,22 +440,6 @@ async def _end_of(process: "subprocess.Popen[bytes]") -> None:
         os.close(descriptor)
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a process, if it is not reaped yet, and what it has started."""
-    if process.returncode is None:
-        _kill_descendants(process.pid)
-        kill_group(process)
-
-
-def _kill_descendants(pid: int) -> None:
-    """Kill what a running program has started, in other process groups and sessions, too."""
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                _kill_descendants(child)
-                os.kill(child, signal.SIGKILL)
-
-
 @functools.cache
 def programs_folder() -> str:
     """Return the folder of this process's programs, and remove those that processes have left which were killed."""
@@ -447,7 +465,10 @@ def remove_folder(folder: Path) -> None:
 
 
 def _is_in_use(folder: str) -> bool:
-    """Return whether the process of a folder of programs runs; another user's can't be told, and is said to."""
+    """Return whether the process of a folder of programs runs; another user's can't be told, and is said to.
+
+    One that isn't there is nobody's: folders are mounted by their paths, so all who start containers here see the same.
+    """
     try:
         os.close(_lock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB))
     except (FileNotFoundError, NotADirectoryError):

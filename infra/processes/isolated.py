@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from infra.processes.calls import MESSAGE_BYTES, Mark
@@ -49,6 +50,21 @@ def kill_group(process: "subprocess.Popen[bytes]", grace_seconds: float = 0.0) -
         os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()
     return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+
+
+def kill_all(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process that leads a group, if it is not reaped yet, and what it has started in others."""
+    if process.returncode is None:
+        _kill_descendants(process.pid)
+        kill_group(process)
+
+
+def _kill_descendants(pid: int) -> None:
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                _kill_descendants(child)
+                os.kill(child, signal.SIGKILL)
 
 
 class IsolatedProcess:

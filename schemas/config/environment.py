@@ -103,10 +103,13 @@ class ToolsEnvironment(TurnLimits):
 
 
 class ProcessSandbox(FrozenConfig):
-    """A process of the run's user, with limits, but with that user's files and network."""
+    """A process of the run's user, with limits, but with that user's files."""
 
     kind: Literal["process"] = "process"
     """Selects a process."""
+
+    network: Literal["host", "none"] = "host"
+    """`host` is the machine's network; `none` has the model's API only, where the kernel lets users make namespaces."""
 
 
 class ContainerSandbox(FrozenConfig):

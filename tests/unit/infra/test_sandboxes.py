@@ -5,9 +5,11 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +287,7 @@ def test_what_a_machine_lacks_is_said_before_a_start(docker: Docker) -> None:
     with pytest.raises(ConfigError, match=r"there is no program 'no-docker' on .*; install Docker or Podman"):
         check_sandbox(settings | {"program": "no-docker"}, ["agent"])
     with pytest.raises(ConfigError, match="there is no program 'no-agent' on"):
-        check_sandbox({"kind": "process"}, ["no-agent"])
+        check_sandbox({"kind": "process", "network": "host"}, ["no-agent"])
 
 
 @pytest.mark.parametrize("is_podman", [False, True])
@@ -321,6 +323,57 @@ def test_a_real_client_takes_the_options(docker: Docker, tmp_path: Path) -> None
     options, _ = container_cli.parse(command[2:], container_cli.FLAGS, container_cli.VALUES)
     known = subprocess.run([client, "run", "--help"], capture_output=True, text=True).stdout
     assert all(f"--{name} " in known for name in (*options, *container_cli.FLAGS, *container_cli.VALUES))
+
+
+def can_have_a_network() -> bool:
+    try:
+        check_sandbox({"kind": "process", "network": "none"}, ["true"])
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not can_have_a_network(), reason="the kernel gives this user no network namespace")
+def test_a_process_may_have_the_models_api_and_no_other_network(tmp_path: Path) -> None:
+    code = """
+        import signal, socket, subprocess
+        names = [name for _, name in socket.if_nameindex()]
+        subprocess.Popen(["sleep", "1000"])
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(0, signal.SIGTERM)
+        say(json.dumps([names, os.environ["OPENAI_BASE_URL"], os.getuid(), os.getpgid(0)]))
+        try:
+            socket.create_connection(("127.0.0.1", task["info"]["port"]))
+        except ConnectionRefusedError:
+            say(str(len([ask() for _ in range(1)])))
+        subprocess.Popen(["sleep", "1000"])
+        ask()
+        finish(1.0)
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environment = program(tmp_path, code, sandbox={"network": "none"}, memory_bytes=2**30)
+        with started(environment) as pool:
+            replies = begin(pool, *[row(port=server.getsockname()[1])] * 2)  # both have the same port
+            for number, reply in replies.items():
+                names, url, user, _ = json.loads(reply.observations[-1])
+                assert (names, url, user) == (["lo"], f"http://127.0.0.1:8411/{number + 1}/v1", os.getuid())
+            groups = [json.loads(reply.observations[-1])[-1] for reply in replies.values()]
+            assert all(len(group_of(group)) == 2 for group in groups)  # it and its relay; its child took the signal
+            assert {reply.observations for reply in turns(pool, ["a", "b"]).values()} == {("1",)}
+            assert turns(pool, {0: "c"})[0].reward == 1.0
+            wait_until(lambda: not group_of(groups[0]))
+            os.kill(pool.pids[0], signal.SIGKILL)
+            wait_until(lambda: not group_of(groups[1]))
+
+
+def group_of(leader: int) -> list[psutil.Process]:
+    """Return the processes of a group that run."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.Error):
+            if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 OWN_SANDBOX = """
