@@ -276,8 +276,8 @@ class ContainerRuntime:
         if not info or info.get("ServerErrors"):
             said = _text_of(asked.stderr) or "; ".join(info.get("ServerErrors") or [f"exit code {asked.returncode}"])
             raise ServiceError(
-                f"environment.sandbox: {self.program} on {platform.node()} can't run containers: {said}; start its "
-                "daemon, and let this user ask it, as members of the group docker may"
+                f"environment.sandbox: {self.program} on {platform.node()} can't run containers ({said}): start "
+                "its daemon, and let this user ask it, as members of the group docker may"
             )
         podman = info.get("host", {}).get("security", {}).get("rootless", False)
         is_rootless = podman or "name=rootless" in (info.get("SecurityOptions") or [])

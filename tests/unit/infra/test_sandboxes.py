@@ -282,7 +282,7 @@ def test_what_a_machine_lacks_is_said_before_a_start(docker: Docker) -> None:
     with pytest.raises(ConfigError, match=r"no image 'other' on .* \(Error.*\); Sluice pulls none: .* pull other"):
         check_sandbox(settings | {"image": "other"}, ["agent"])
     (docker.state / "down").touch()
-    with pytest.raises(ServiceError, match="can't run containers: Cannot connect to the Docker daemon at unix"):
+    with pytest.raises(ServiceError, match=r"can't run containers \(Cannot connect to the Docker daemon at unix"):
         check_sandbox(settings, ["agent"])
     with pytest.raises(ConfigError, match=r"there is no program 'no-docker' on .*; install Docker or Podman"):
         check_sandbox(settings | {"program": "no-docker"}, ["agent"])
