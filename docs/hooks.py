@@ -194,7 +194,8 @@ def _table(model: type[BaseModel], place: str = "", sections: bool = True) -> It
     yield from rows
 
 
-def _rows(model: type[BaseModel], place: str, sections: bool) -> Iterator[str]:
+def _rows(model: type[BaseModel], place: str, sections: bool, kind: str = "") -> Iterator[str]:
+    """Yield a row for each key; those of a section with kinds within another one say theirs."""
     for name, field in model.model_fields.items():
         if name == "kind":
             continue
@@ -202,10 +203,15 @@ def _rows(model: type[BaseModel], place: str, sections: bool) -> Iterator[str]:
         if nested and not sections:
             continue
         key = f"{place}.{name}" if place else name
-        meaning = _cell(field.description or "")
+        meaning = f"{kind}{_cell(field.description or '')}"
         yield f"| `{key}` | {_cell(_type(field))} | {_cell(_default(field))} | {meaning} |"
         if len(nested) == 1:
             yield from _rows(nested[0], key, sections)
+        elif nested:
+            kinds = " or ".join(f'`"{kind_of(each)}"`' for each in nested)
+            yield f"| `{key}.kind` | {kinds} | {_default_kind(field)} | Selects one of these. |"
+            for each in nested:
+                yield from _rows(each, key, sections, f"`{kind_of(each)}`: ")
 
 
 def _models(annotation: object) -> list[type[BaseModel]]:
@@ -269,6 +275,11 @@ def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "required"
     return "none" if field.default is None else f"`{_toml(field.default)}`"
+
+
+def _default_kind(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    return f'`"{kind_of(type(default))}"`' if isinstance(default, BaseModel) else "required"
 
 
 def _toml(value: object) -> str:

@@ -96,8 +96,7 @@ FOR_A_NEW_RUN = {
         "environment.resume_rows",
         "environment.lockstep_steps",
         "environment.sandbox",
-        "environment.sandbox.image",
-        "environment.sandbox.path",
+        *(f"environment.sandbox.{name}" for name in ("kind", "image", "network", "path")),
     ),
     *(f"reward.{name}" for name in ("model", "pattern", "scale", "max_tokens")),  # of a judge
     *("overlong.buffer_tokens", "reward.kind", "reward.path", "rollout.dynamic_sampling", "rollout.kind"),
