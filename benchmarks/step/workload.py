@@ -21,6 +21,7 @@ class Plan:
     model: str = option("small", "tiny, small or mid")
     prompts: int = option(8, "prompts per step; with a peer, 16 or more make a step worth comparing")
     samples: int = option(8, "responses per prompt")
+    prompt_tokens: int = option(0, "tokens of a prompt, about; 0: some ten")
     tokens: int = option(192, "maximum tokens per response; stop tokens end one after about a quarter of them")
     steps: int = option(8, "steps per run, of which the first two are not counted")
     repetitions: int = option(3, "runs per path; the paths take turns")
@@ -37,9 +38,11 @@ QUICK = Plan(model="tiny", prompts=2, samples=2, tokens=8, steps=4, repetitions=
 def write_inputs(workspace: Workspace, plan: Plan) -> list[str]:
     """Write the model, and return the overrides that all runs share."""
     make_model(workspace.folder / MODEL, max_position_embeddings=4096, initializer_range=0.02, **size_of(plan.model))
+    workspace.write_prompts(plan.prompt_tokens)
     return [
         f"steps={plan.steps}",
         f"model.path={MODEL}",
+        f"data.max_prompt_tokens={max(1024, 2 * plan.prompt_tokens)}",
         f"rollout.num_prompts={plan.prompts}",
         f"rollout.samples_per_prompt={plan.samples}",
         f"rollout.max_response_tokens={plan.tokens}",

@@ -50,15 +50,19 @@ class Workspace:
         self.folder, self.services = folder, LocalServices(folder / ".sluice")
         (folder / "bench.toml").write_text(CONFIG)
         (folder / "bench_rewards.py").write_text(REWARDS)
+        self.write_prompts()
+
+    def write_prompts(self, num_tokens: int = 0) -> None:
+        """Write the prompts, of about so many tokens, or short ones; the model's tokenizer has one for a character."""
         rows = [
             {
                 "data_source": "bench",
-                "prompt": [{"role": "user", "content": f"{number} + 1 ="}],
+                "prompt": [{"role": "user", "content": f"{number} + 1 =".rjust(num_tokens, ".")}],
                 "reward_model": {"ground_truth": str(number + 1)},
             }
             for number in range(NUM_ROWS)
         ]
-        pq.write_table(pa.Table.from_pylist(rows), folder / DATA)
+        pq.write_table(pa.Table.from_pylist(rows), self.folder / DATA)
 
     def train(self, *arguments: str) -> None:
         """Run `sluice train bench.toml` to completion.

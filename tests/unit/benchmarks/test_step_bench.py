@@ -1,8 +1,15 @@
 """The benchmark of whole steps: its figures of a run, worked out by hand."""
 
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from benchmarks.step.run import summarize
+from benchmarks.step.workload import QUICK, write_inputs
+from benchmarks.step.workspace import DATA, MODEL, Workspace
 from schemas.batch import StoreTraffic
 from schemas.step import StepReport
 
@@ -32,3 +39,12 @@ def test_the_figures_of_a_run() -> None:
     assert figures["store_share"] == pytest.approx(0.02)
     assert figures["put_ms"] == pytest.approx(17.5)
     assert figures["steps"] == 4
+
+
+def test_prompts_have_about_the_tokens_that_are_asked_for(tmp_path: Path) -> None:
+    workspace, plan = Workspace(tmp_path), replace(QUICK, prompt_tokens=100)
+    assert "data.max_prompt_tokens=1024" in write_inputs(workspace, plan)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / MODEL)
+    for row in pq.read_table(tmp_path / DATA).to_pylist():
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        assert 100 <= len(ids) < 130
