@@ -1,5 +1,6 @@
 """The commands around services: local ones, and deployments for the Prefect UI. See `commands` for their imports."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -42,13 +43,15 @@ def install_engine(
     wheels: Annotated[Path | None, typer.Option(help="A folder of wheels to install from, without a network.")] = None,
 ) -> None:
     """Install an engine into a virtual environment of its own, for rollout.python."""
-    from flows.cli.installation import install_vllm
+    from infra.engines.vllm.installation import install_vllm
 
     if name != "vllm":
         raise ConfigError(f"there is no engine {name!r} to install; use vllm (the default engine needs nothing)")
     if cpu == cuda:
         raise ConfigError("for which device? sluice engine install vllm --cpu, or --cuda")
-    install_vllm(console, folder, "cpu" if cpu else "cuda", version, wheels)
+    install_vllm(
+        partial(console.print, markup=False, highlight=False), folder, "cpu" if cpu else "cuda", version, wheels
+    )
 
 
 @app.command()

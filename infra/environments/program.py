@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from infra.environments.sandbox import ERROR_CHARACTERS, open_sandbox, programs_folder, remove_folder
+from infra.environments.launch import ERROR_CHARACTERS, programs_folder, remove_folder
+from infra.environments.sandbox import open_sandbox
 from infra.integrations.conversation import ChatError, Conversation, Request
 from infra.integrations.model_apis import MODEL, ModelApi, begin_task, complete, serve
 from rl_core.environments.base import Endpoint, FinishedProgram, Launch, Step, Task

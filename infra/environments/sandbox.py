@@ -1,114 +1,47 @@
-"""Sandboxes, in which the programs of trajectories run: a local process, a container, or a class of the user's.
-
-Without a network, a program asks the model at a port of a loopback interface of its own. A small relay, which is
-started before it, passes that on to the Unix socket of the endpoint, which a container has mounted.
-"""
+"""Sandboxes, in which the programs of trajectories run: a local process, a container, or a class of the user's."""
 
 import asyncio
-import fcntl
 import functools
 import json
+import logging
 import os
 import platform
 import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from infra.processes import lifeline
+from infra.environments.launch import (
+    ERROR_CHARACTERS,
+    FOLDERS,
+    LOOPBACK,
+    PORT,
+    RELAY,
+    RELAYED,
+    close_off,
+    end_of,
+    is_in_use,
+    programs_folder,
+    resolve,
+    spawn,
+    text_of,
+)
 from infra.processes.isolated import kill_all
 from rl_core.environments.base import Endpoint, Launch, Sandbox
 from rl_core.user_code import import_user_module
 from schemas.errors import ConfigError, EnvironmentImportError, ServiceError
 
-PORT = 8411  # of the relay
-RELAYED = f"http://127.0.0.1:{PORT}"
+logger = logging.getLogger(__name__)
+
 HOME, SOCKET = "/sluice/home", "/sluice/model.sock"  # where a container has what is mounted
 MAX_TASKS = 4096  # processes and threads of a container
 ASK_SECONDS = 60.0  # for an answer of docker's
-ERROR_CHARACTERS = 600
-LABEL = "sluice-programs"  # its value is the folder of the process that has started a container
-_PREFIX = f"{LABEL}-{os.getuid()}-"
-# Limits itself, and is then replaced by the program, which ends with this process: the kernel kills its group.
-_LAUNCHER = """
-import os, resource, runpy, sys
-lifeline, task, memory, size, files, *command = sys.argv[1:]
-runpy.run_path(lifeline)["end_with_parent"](with_programs=True)
-os.dup2(int(task), 0)
-for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, size), (resource.RLIMIT_CORE, 0)):
-    hard = resource.getrlimit(kind)[1]
-    most = int(most) if hard == resource.RLIM_INFINITY else min(int(most), hard)
-    resource.setrlimit(kind, (most, most))
-resource.setrlimit(resource.RLIMIT_NOFILE, (int(files), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-try:
-    os.execvp(command[0], command)
-except OSError as error:
-    sys.exit(f"{command[0]} can't be started: {error.strerror}")
-"""
-# Gives this process a network of its own, which has a loopback interface only; the users are the same.
-_LOOPBACK = """
-import ctypes, fcntl, os, socket, struct, sys
-user, group = os.getuid(), os.getgid()
-try:
-    if ctypes.CDLL(None, use_errno=True).unshare(0x50000000):  # CLONE_NEWUSER, CLONE_NEWNET
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
-    with socket.socket() as any_socket:
-        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
-except OSError as error:
-    sys.exit(f"the kernel gives this user no network namespace: {error.strerror}")
-"""
-# Listens before the program takes this process's place; the relay itself is no child of the program's.
-_RELAY = """
-import os, signal, socket, sys, threading
-port, path = int(sys.argv[1]), sys.argv[2]
-command = sys.argv[3:]
-def copy(source, target):
-    try:
-        data = source.recv(65536)
-        while data:
-            target.sendall(data)
-            data = source.recv(65536)
-        target.shutdown(socket.SHUT_WR)
-    except OSError:
-        pass
-def relay(client):
-    with client, socket.socket(socket.AF_UNIX) as server:
-        server.connect(path)
-        answers = threading.Thread(target=copy, args=(server, client), daemon=True)
-        answers.start()
-        copy(client, server)
-        answers.join()
-listener = socket.socket()
-listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-listener.bind(("127.0.0.1", port))
-listener.listen(1024)
-child = os.fork()
-if child == 0:
-    if os.fork():
-        os._exit(0)
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # which the program may send its group
-        signal.signal(number, signal.SIG_IGN)
-    threading.stack_size(2**18)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):
-        os.dup2(nothing, descriptor)
-    while True:
-        threading.Thread(target=relay, args=(listener.accept()[0],), daemon=True).start()
-os.waitpid(child, 0)
-try:
-    os.execvp(command[0], command)
-except OSError as error:
-    sys.exit(command[0] + " can't be started: " + str(error.strerror))
-"""
+LABEL = FOLDERS  # its value is the folder of the process that has started a container
+
 # Waits until the process that has started it has ended, and removes the containers that it has left.
 _REMOVER = """
 import subprocess, sys, time
@@ -141,13 +74,13 @@ class LocalProcess:
         home = {"HOME": str(launch.home), "TMPDIR": str(launch.home)}
         command = resolve(launch.command)
         if self._network != "host":
-            relay = [sys.executable, "-I", "-S", "-c", _LOOPBACK + _RELAY, str(PORT), launch.endpoint.socket]
+            relay = [sys.executable, "-I", "-S", "-c", LOOPBACK + RELAY, str(PORT), launch.endpoint.socket]
             command = [*relay, *command]
-        self._process = _spawn(command, launch, limits, {**os.environ, **launch.variables, **home})
+        self._process = spawn(command, launch, limits, {**os.environ, **launch.variables, **home})
 
     async def wait(self) -> int:
         assert self._process is not None, "the program is not started"
-        await _end_of(self._process)
+        await end_of(self._process)
         kill_all(self._process)  # what it has left running
         code: int = self._process.returncode
         return code
@@ -182,28 +115,33 @@ class Container:
         command = self._command(launch, variables, user)
         # The client's own limits: Go reserves much address space.
         limits = resource.getrlimit(resource.RLIMIT_AS)[1], launch.file_bytes, launch.open_files
-        self._client = _spawn(command, launch, limits, dict(os.environ))
+        self._client = spawn(command, launch, limits, dict(os.environ))
 
     async def wait(self) -> int:
         assert self._client is not None, "the program is not started"
         assert self._launch is not None
-        await _end_of(self._client)
+        await end_of(self._client)
         kill_all(self._client)
         code: int = self._client.returncode
-        if code == 0 or self._is_killed:
+        if self._is_killed:
+            return code
+        await asyncio.to_thread(close_off, self._launch.home)
+        if code == 0:
             return code
         # The client ends with such a code, too, if it or the daemon has failed: the container's own state tells.
         asked = await asyncio.to_thread(
             self._runtime.ask, "inspect", "--type=container", "--format={{json .State}}", self._name
         )
+        if self._is_killed:  # meanwhile, by the end of its trajectory
+            return code
         state = json.loads(asked.stdout) if asked.returncode == 0 else {}
         with self._launch.stderr.open("rb+") as errors:
             errors.seek(max(0, errors.seek(0, os.SEEK_END) - ERROR_CHARACTERS))
-            said = _text_of(errors.read())
+            said = text_of(errors.read())
             if state.get("Status") not in ("exited", "stopped") or state.get("ExitCode") != code:
                 raise ServiceError(
                     f"{self._runtime.program} failed with exit code {code}, and not the program in the container "
-                    f"({state.get('Status') or _text_of(asked.stderr)}); its stderr ends with: {said}"
+                    f"({state.get('Status') or text_of(asked.stderr)}); its stderr ends with: {said}"
                 )
             if state.get("OOMKilled"):
                 most = f"{self._launch.memory_bytes:,} bytes (environment.memory_bytes)"
@@ -222,7 +160,7 @@ class Container:
 
     def _command(self, launch: Launch, variables: Path, user: str) -> list[str]:
         """Return the command that runs the container, whose own entrypoint is left out, attached to its client."""
-        relay = [] if self._network == "host" else ["python3", "-I", "-S", "-c", _RELAY, str(PORT), SOCKET]
+        relay = [] if self._network == "host" else ["python3", "-I", "-S", "-c", RELAY, str(PORT), SOCKET]
         program, *arguments = [*relay, *launch.command]
         return [
             *(self._runtime.program, "run", f"--name={self._name}", f"--label={LABEL}={launch.home.parent.parent}"),
@@ -271,36 +209,56 @@ class ContainerRuntime:
         Raises:
             ServiceError: The daemon doesn't answer.
         """
+        return "0:0" if self._is_rootless(self._find_info()) else f"{os.getuid()}:{os.getgid()}"
+
+    def _find_info(self) -> dict[str, Any]:
+        """Return what the daemon, or Podman, tells of itself.
+
+        Raises:
+            ServiceError: The daemon doesn't answer.
+        """
         asked = self.ask("info", "--format={{json .}}")
-        info = json.loads(asked.stdout) if asked.returncode == 0 else {}
+        info: dict[str, Any] = json.loads(asked.stdout) if asked.returncode == 0 else {}
         if not info or info.get("ServerErrors"):
-            said = _text_of(asked.stderr) or "; ".join(info.get("ServerErrors") or [f"exit code {asked.returncode}"])
+            said = text_of(asked.stderr) or "; ".join(info.get("ServerErrors") or [f"exit code {asked.returncode}"])
             raise ServiceError(
                 f"environment.sandbox: {self.program} on {platform.node()} can't run containers ({said}): start "
                 "its daemon, and let this user ask it, as members of the group docker may"
             )
-        podman = info.get("host", {}).get("security", {}).get("rootless", False)
-        is_rootless = podman or "name=rootless" in (info.get("SecurityOptions") or [])
-        return "0:0" if is_rootless else f"{os.getuid()}:{os.getgid()}"
+        return info
 
-    def check(self, image: str) -> None:
+    def _is_rootless(self, info: Mapping[str, Any]) -> bool:
+        podman: bool = info.get("host", {}).get("security", {}).get("rootless", False)
+        return podman or "name=rootless" in (info.get("SecurityOptions") or [])
+
+    def check(self, image: str, network: str) -> None:
         """Check that containers of an image can be run on this machine.
 
         Raises:
-            ConfigError: There is no such program, or no such image.
-            ServiceError: The daemon doesn't answer.
+            ConfigError: There is no such program, image or network.
+            ServiceError: The daemon doesn't answer, or can't limit what containers take.
         """
         if shutil.which(self.program) is None:
             raise ConfigError(
                 f"environment.sandbox.program: there is no program {self.program!r} on {platform.node()}; install "
                 "Docker or Podman there, or name the path of its command"
             )
-        self.find_user()
+        info = self._find_info()
+        if unlimited := [name for name in ("MemoryLimit", "PidsLimit") if info.get(name) is False]:
+            raise ServiceError(
+                f"environment.sandbox: {self.program} on {platform.node()} limits nothing that containers take "
+                f"({', '.join(unlimited)} of its info): without root, it needs cgroups version 2 with their delegation"
+            )
+        if network == "host" and "host" not in info and self._is_rootless(info):
+            raise ConfigError(
+                f'environment.sandbox.network = "host": {self.program} on {platform.node()} runs without root, so that '
+                'its own network is not the machine\'s; set "none" or "bridge"'
+            )
         asked = self.ask("image", "inspect", "--format={{.Id}}", image)
         if asked.returncode != 0:
             raise ConfigError(
                 f"environment.sandbox.image: there is no image {image!r} on {platform.node()} "
-                f"({_text_of(asked.stderr)}); Sluice pulls none: {self.program} pull {image}, or build it there"
+                f"({text_of(asked.stderr)}); Sluice pulls none: {self.program} pull {image}, or build it there"
             )
 
     def prepare(self) -> str:
@@ -324,7 +282,7 @@ class ContainerRuntime:
             ServiceError: One can't be removed.
         """
         asked = self.ask("rm", "--force", "--volumes", *containers)
-        said = _text_of(asked.stderr)
+        said = text_of(asked.stderr)
         is_gone = "no such container" in said.lower() or "already in progress" in said
         if asked.returncode != 0 and not is_gone:
             raise ServiceError(
@@ -333,12 +291,15 @@ class ContainerRuntime:
 
     def _remove_left(self) -> None:
         found = self.ask("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={LABEL}").stdout.decode().split()
-        if found:
+        if found:  # what can't be removed now is left to the next start
             shown = f'--format={{{{.Id}}}} {{{{index .Config.Labels "{LABEL}"}}}}'
             lines = self.ask("inspect", "--type=container", shown, *found).stdout.decode().splitlines()
-            left = [name for name, _, owner in (line.partition(" ") for line in lines) if not _is_in_use(owner)]
-            if left:
-                self.remove(left)
+            left = [name for name, _, owner in (line.partition(" ") for line in lines) if not is_in_use(owner)]
+            try:
+                if left:
+                    self.remove(left)
+            except ServiceError as error:
+                logger.warning("containers of ended processes are left: %s", error)
 
 
 runtime = functools.cache(ContainerRuntime)
@@ -375,120 +336,17 @@ def check_sandbox(settings: Mapping[str, Any], command: Sequence[str]) -> None:
         ServiceError: There is no daemon that runs containers.
     """
     if settings["kind"] == "container":
-        runtime(settings["program"]).check(settings["image"])
+        runtime(settings["program"]).check(settings["image"], settings["network"])
     elif settings["kind"] == "process":
         if shutil.which(program := resolve(command)[0]) is None:
             raise ConfigError(
                 f"environment.command: there is no program {program!r} on {platform.node()}; name one on PATH, or a "
                 "path from the run's working directory, of a file that may be executed"
             )
-        tried = [sys.executable, "-I", "-S", "-c", _LOOPBACK]
+        tried = [sys.executable, "-I", "-S", "-c", LOOPBACK]
         if settings["network"] != "host" and (ended := subprocess.run(tried, stderr=subprocess.PIPE)).returncode != 0:
             raise ConfigError(
-                f'environment.sandbox.network = "none" on {platform.node()}: {_text_of(ended.stderr)}; let users make '
+                f'environment.sandbox.network = "none" on {platform.node()}: {text_of(ended.stderr)}; let users make '
                 "namespaces there (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), or "
                 'set environment.sandbox.kind = "container"'
             )
-
-
-def resolve(command: Sequence[str]) -> list[str]:
-    """Return a command whose placeholders are replaced, and whose program is a path or a name on PATH."""
-    places = {"{workdir}": os.getcwd(), "{python}": sys.executable}
-    resolved = [functools.reduce(lambda text, name: text.replace(name, places[name]), places, part) for part in command]
-    program = os.path.abspath(resolved[0]) if os.path.dirname(resolved[0]) else resolved[0]
-    return [program, *resolved[1:]]
-
-
-def _spawn(
-    command: Sequence[str], launch: Launch, limits: Sequence[int], variables: Mapping[str, str]
-) -> "subprocess.Popen[bytes]":
-    """Start a process that ends with this one, in a session of its own; its standard input is the lifeline.
-
-    Args:
-        command: What it runs.
-        launch: Has its folder, input and outputs.
-        limits: Of its address space, a file's size, and the number of open files.
-        variables: All of its environment variables.
-    """
-    with tempfile.TemporaryFile() as task, launch.stdout.open("wb") as output, launch.stderr.open("wb") as errors:
-        task.write(launch.task)
-        task.seek(0)
-        launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, lifeline.__file__, str(task.fileno())]
-        return subprocess.Popen(
-            [*launcher, *map(str, limits), *command],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=errors,
-            cwd=launch.home,
-            env=dict(variables),
-            pass_fds=(task.fileno(),),
-            start_new_session=True,
-        )
-
-
-async def _end_of(process: "subprocess.Popen[bytes]") -> None:
-    """Wait until a process has ended, without reaping it."""
-    if process.returncode is not None:
-        return
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    descriptor = os.pidfd_open(process.pid)
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-
-
-@functools.cache
-def programs_folder() -> str:
-    """Return the folder of this process's programs, and remove those that processes have left which were killed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            _lock(str(left), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove_folder(left)
-    while True:
-        root = tempfile.mkdtemp(prefix=_PREFIX)
-        _lock(root, fcntl.LOCK_EX)
-        if os.path.exists(root):  # no other process has removed it before it was locked
-            return root
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a program's folder, whatever it has made read-only in it."""
-    for place, names, _ in os.walk(folder):
-        for path in (os.path.join(place, name) for name in names):
-            with suppress(OSError):
-                if not os.path.islink(path):
-                    os.chmod(path, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_in_use(folder: str) -> bool:
-    """Return whether the process of a folder of programs runs; another user's can't be told, and is said to.
-
-    One that isn't there is nobody's: folders are mounted by their paths, so all who start containers here see the same.
-    """
-    try:
-        os.close(_lock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return False
-
-
-def _lock(folder: str, operation: int) -> int:
-    """Lock a folder until this process ends, when the kernel unlocks it, or the returned descriptor is closed."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, operation)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _text_of(output: bytes) -> str:
-    """Return the end of an output in one line."""
-    return " ".join(output.decode(errors="replace").split())[-ERROR_CHARACTERS:]

