@@ -98,6 +98,14 @@ def test_columns_tell_of_rows_what_their_worker_told(has_turns: bool) -> None:
     assert not [name for name in PER_ROW if has_turns and not getattr(told, name)], "`make_shard` doesn't give these"
 
 
+def test_steps_of_0_3_0_have_turns_that_do_not_branch() -> None:
+    batch = to_columns(samples_of(has_turns=True), 3, END + 1, ["letters"])
+    names = [name for name in batch.schema.names if is_scalar(name)]
+    now, then = (shard_of(0, batch.select(each), 1_000) for each in (names, sorted({*names} - {"turn_parents"})))
+    assert sum(now.pairs_apart) > 0 == len(then.pairs_apart)
+    assert now.num_turns == then.num_turns
+
+
 def test_other_rewards_replace_those_of_all_shards(run: RunDirectory) -> None:
     rewards = [1.0, 2.0, 3.0, None, 5.0, 6.0]
     other = with_rewards(StoredStep(run, columns_of(run), 3).rollout, rewards, {"length": rewards})

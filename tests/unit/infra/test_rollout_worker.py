@@ -270,14 +270,15 @@ def test_only_sampled_tokens_are_trained() -> None:
 
 def test_requests_of_failed_trajectories_are_measured_too() -> None:
     turn = Generation(np.array([3, 4]), np.zeros(2, np.float32), "stop")
-    never_asked = TrajectoryBuilder(2, np.array([1, 2]), 0, None).finish("done")  # of another environment
+    never_asks = TrajectoryBuilder(2, np.array([1, 2]), 0, None)  # of another environment
+    never_asks.add_turn(turn, "a")
     asks = TrajectoryBuilder(0, np.array([1, 2]), 0, None, requests={"messages": 1})
     asks.add_turn(turn, "a")
     asks.add_answer(Reply(requests={"messages": 3, "repeated": 1, "seconds": 2.0}))
     fails = TrajectoryBuilder(1, np.array([1, 2]), 0, None)
     fails.add_turn(turn, "a")
     fails.add_call(Reply(failure=Failure("raised", "no"), requests={"responses": 2, "refused": 2, "seconds": 4.0}))
-    found = measure([asks.finish("done"), never_asked, fails.finish("failed")])
+    found = measure([asks.finish("done"), never_asks.finish("done"), fails.finish("failed")])
     assert {name: metric for name, metric in found.items() if name.startswith("requests")} == {
         "requests/chat_completions": Mean(total=0, weight=2),
         "requests/messages": Mean(total=4, weight=2),
