@@ -363,7 +363,11 @@ def can_have_a_network() -> bool:
 
 
 @pytest.mark.skipif(not can_have_a_network(), reason="the kernel gives this user no network namespace")
-def test_a_process_may_have_the_models_api_and_no_other_network(tmp_path: Path) -> None:
+def test_a_process_may_have_the_models_api_and_no_other_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (long := tmp_path / ("long" * 20)).mkdir()  # a socket's address has at most 107 bytes
+    monkeypatch.setenv("TMPDIR", str(long))
     code = """
         import signal, socket, subprocess
         names = [name for _, name in socket.if_nameindex()]
