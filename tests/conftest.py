@@ -118,6 +118,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from tests.support.workplace import Workplace
 
     place = Workplace(tmp_path_factory.mktemp("workplace"))
+    place.choose_port()
     yield place
     place.close()
 

@@ -47,7 +47,7 @@ OTHERS = {  # of other commands: flags, and options with values
     "rm": ({"force", "volumes"}, set()),
 }
 NO_DAEMON = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?"
-STATE = Path(sys.argv[1])
+STATE = Path(sys.argv[1]) if __name__ == "__main__" else Path()
 
 
 def fail(message, code=1):

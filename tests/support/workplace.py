@@ -73,11 +73,10 @@ class Workplace:
         make_tiny_data(folder / "eval.parquet", 4)
         (folder / "tiny.toml").write_text(config)
         (folder / "tiny_rewards.py").write_text(REWARDS)
-        self._choose_port()
         for package in ("schemas", "rl_core", "infra", "tasks", "flows"):  # a user's own modules don't shadow Sluice's
             (folder / f"{package}.py").write_text("raise ImportError('a user module shadows Sluice')\n")
 
-    def _choose_port(self) -> None:
+    def choose_port(self) -> None:
         """Record a port as that of an ended Prefect server: the usual one is taken while a killed server is down."""
         ended = ServiceState(pid=os.getpid(), started="before", port=free_port(), is_ready=False)
         self.services.directory.mkdir(parents=True)
