@@ -46,6 +46,7 @@ PARTS = {  # the tests that depend most on these packages; `vllm` with an engine
     "runs": (f"{_RUNS}/test_train.py", f"{_RUNS}/test_kill.py"),
     "vllm": (f"{_SERVICES}/test_vllm_engine.py",),
 }
+MAX_REASON = 500  # characters of why a test failed
 COLUMNS = ("set", *PACKAGES, "vLLM", *PARTS, "tried")
 _LIST = "import json, sys; from importlib.metadata import version as v; print(*(v(name) for name in sys.argv[1:]))"
 
@@ -77,11 +78,13 @@ class Counts:
         passed: Number of tests that passed.
         failed: Names of those that failed.
         skipped: Number of those that were skipped.
+        reason: Why the first one failed, in a line; empty if none has.
     """
 
     passed: int
     failed: tuple[str, ...]
     skipped: int
+    reason: str = ""
 
 
 def measure(plan: Plan) -> Report:
@@ -143,6 +146,7 @@ def render(report: Report) -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     lines += [f"| {' | '.join(cells(name, row))} |" for name, row in report.items()]
     lines += [f"{name}: {test}" for name, row in report.items() for test in _failures(row)]
+    lines += [f"{name}: {part} failed first with: {why}" for name, row in report.items() for part, why in _reasons(row)]
     return "\n".join(lines)
 
 
@@ -206,7 +210,9 @@ def _is_of(case: ElementTree.Element, part: str) -> bool:
 def _count(cases: Sequence[ElementTree.Element]) -> Counts:
     bad = tuple(f"{case.get('classname')}::{case.get('name')}" for case in cases if _has(case, "failure", "error"))
     skipped = sum(_has(case, "skipped") for case in cases)
-    return Counts(len(cases) - len(bad) - skipped, bad, skipped)
+    found = (case.find(kind) for case in cases for kind in ("failure", "error"))
+    reason = next((" ".join(each.get("message", "").split())[:MAX_REASON] for each in found if each is not None), "")
+    return Counts(len(cases) - len(bad) - skipped, bad, skipped, reason)
 
 
 def _has(case: ElementTree.Element, *kinds: str) -> bool:
@@ -236,6 +242,12 @@ def _failures(row: Mapping[str, object]) -> list[str]:
     parts = row["parts"]
     assert isinstance(parts, dict)
     return [name for counts in parts.values() for name in counts["failed"]]
+
+
+def _reasons(row: Mapping[str, object]) -> list[tuple[str, str]]:
+    parts = row["parts"]
+    assert isinstance(parts, dict)
+    return [(part, counts["reason"]) for part, counts in parts.items() if counts.get("reason")]
 
 
 def _call(command: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.versions import COLUMNS, PACKAGES, PARTS, ROOT, cells, is_passed, pins, replace_row
+from benchmarks.versions import COLUMNS, PACKAGES, PARTS, ROOT, cells, is_passed, pins, render, replace_row
 from schemas.errors import RunError
 
 PAGE = ROOT / "docs" / "installation.md"
@@ -43,3 +43,9 @@ def test_a_row_takes_the_place_of_the_set_s_last_one() -> None:
 def test_one_failed_test_fails_the_command() -> None:
     assert is_passed({"newest": ROW})
     assert not is_passed({"newest": ROW | {"parts": {"runs": {"passed": 7, "failed": ("test",), "skipped": 0}}}})
+
+
+def test_it_says_why_the_first_test_of_a_part_failed() -> None:
+    failed = {"passed": 0, "failed": ("a::b", "a::c"), "skipped": 0, "reason": "ValueError: no"}
+    lines = render({"oldest": ROW | {"parts": {"runs": failed}}}).splitlines()
+    assert lines[-3:] == ["oldest: a::b", "oldest: a::c", "oldest: runs failed first with: ValueError: no"]
