@@ -73,7 +73,7 @@ def test_its_requests_are_counted_and_its_trajectories_drawn(workplace: Workplac
     assert set(found) == {"trajectories of step 0", f"trajectories of step {STEPS - 1}"}
     drawn = found["trajectories of step 0"].data
     rows = read_step(expected.path, 0, columns=("loss_mask", "response_ids"))
-    totals = {f"    {sum(row['loss_mask'])} of {len(row['response_ids'])} tokens trained" for row in rows.to_pylist()}
+    totals = {f"    {sum(row['loss_mask'])} of {len(row['response_ids'])} tokens sampled" for row in rows.to_pylist()}
     assert totals & set(drawn.splitlines())
     assert "    └─ turn 4: " in drawn
 
