@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("prefect", "ray", "torch", "transformers")
 ENDS = ("oldest", "newest")
+FASTAPI = "fastapi<0.140"  # that of Prefect 3.8's time, whose server can't start with the newest
 TEST_PACKAGES = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 EXTRAS = "demo,lora,tensorboard"
 _UNIT, _SERVICES, _RUNS = "tests/unit", "tests/services", "tests/end_to_end"
@@ -111,7 +112,8 @@ def pins(name: str) -> list[str]:
     changed = (package,) if package else PACKAGES
     tried = (Requirement(line.partition("#")[0]) for line in _lines(ROOT / "constraints.txt"))
     fixed = [str(each) for each in tried if each.name in PACKAGES and each.name not in changed]
-    return fixed + ([f"{each}=={_oldest(each)}" for each in changed] if end == "oldest" else [])
+    oldest = [f"{each}=={_oldest(each)}" for each in changed] if end == "oldest" else []
+    return fixed + oldest + ([FASTAPI] if any("prefect==" in each for each in oldest) else [])
 
 
 def cells(name: str, row: Mapping[str, object]) -> list[str]:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -66,6 +67,7 @@ PREFECT_RETENTION = {
     "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "PT6H",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",  # the latter 90 days after their end
 }
+MAX_ERROR = 300  # characters of the last error in a service's log
 WATCH_SECONDS = 1.0
 MAX_FAILED_STARTS = 3  # starts that fail in a row, after which the watchdog gives up
 
@@ -360,7 +362,9 @@ def _make_ray_token() -> None:
 def _reason(name: str, log: Path) -> str:
     """Return why a service has not started, as far as it is known, and where to look."""
     fault = _temporary_fault() if name == "ray" else None
-    return f"see {log}" if fault is None else f"{fault}; see {log}"
+    errors = [line for line in log.read_text(errors="replace").splitlines() if re.match(r"[\w.]+Error: ", line)]
+    last = f"its last error: {errors[-1][:MAX_ERROR]}" if errors else None
+    return "; ".join(filter(None, (fault, last, f"see {log}")))
 
 
 def _temporary_fault() -> str | None:

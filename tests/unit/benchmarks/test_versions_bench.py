@@ -16,7 +16,9 @@ ROW = {
 
 
 def test_a_set_fixes_the_lowest_versions_or_those_of_the_other_packages() -> None:
-    oldest = dict(pin.split("==") for pin in pins("oldest"))
+    *chosen, fastapi = pins("oldest")
+    assert fastapi.startswith("fastapi<")
+    oldest = dict(pin.split("==") for pin in chosen)
     assert oldest.keys() == set(PACKAGES)
     assert pins("newest") == []  # pip chooses
     assert {pin.split("==")[0] for pin in pins("torch-newest")} == set(PACKAGES) - {"torch"}

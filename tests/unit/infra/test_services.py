@@ -140,10 +140,13 @@ def test_a_full_temporary_folder_is_told_before_ray_starts_in_it(
 
 
 def test_a_service_that_fails_to_start_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.services.local.PREFECT_COMMAND", ("/bin/false",))
     services = LocalServices(tmp_path)
-    with pytest.raises(ServiceError, match=r"prefect service exited with 1.*prefect\.log"):
-        services.start(prefect=True, ray=False)
+    failing = (sys.executable, "-c", "raise TypeError('no items')")
+    said = r"its last error: TypeError: no items"
+    for command, reason in ((("/bin/false",), ""), (failing, f"{said}; ")):
+        monkeypatch.setattr("infra.services.local.PREFECT_COMMAND", command)
+        with pytest.raises(ServiceError, match=rf"prefect service exited with 1; {reason}see .*prefect\.log$"):
+            services.start(prefect=True, ray=False)
     assert services.state("prefect") is None
     assert services.stop() == []
 
