@@ -17,7 +17,7 @@ EpisodeEnd = Literal["done", "turns", "turn_length", "length", "failed"]
 or its environment failed."""
 
 
-_REQUESTS = ("requests/chat_completions", "requests/responses", "requests/messages")
+_REQUESTS = ("requests/chat_completions", "requests/responses", "requests/messages")  # by `ModelApi.name`
 
 
 @dataclass(frozen=True)

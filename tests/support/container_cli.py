@@ -75,9 +75,9 @@ def save(record):
     new.replace(STATE / f"{record['id']}.json")
 
 
-def records():
+def records(state=STATE):
     found = []
-    for path in sorted(STATE.glob("*.json")):
+    for path in sorted(state.glob("*.json")):
         with suppress(FileNotFoundError):
             found.append(json.loads(path.read_text()))
     return found

@@ -71,7 +71,7 @@ class Docker:
         return [arguments for name, *arguments in map(json.loads, lines) if name == command]
 
     def containers(self) -> list[dict[str, object]]:
-        return [json.loads(path.read_text()) for path in self.state.glob("*.json")]
+        return container_cli.records(self.state)
 
 
 @pytest.fixture
@@ -134,13 +134,17 @@ def grade(program):
 """
 
 
-@needs_namespaces
-def test_a_grader_sees_what_a_container_left_and_its_exit_code(
-    docker: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def grader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The import path of a grader, which environment processes find as this one does."""
     (tmp_path / "container_grader.py").write_text(GRADER)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with started(docker.program(GRADED, grader="container_grader:grade")) as pool:
+    return "container_grader:grade"
+
+
+@needs_namespaces
+def test_a_grader_sees_what_a_container_left_and_its_exit_code(docker: Docker, grader: str) -> None:
+    with started(docker.program(GRADED, grader=grader)) as pool:
         begin(pool, row("0"), row("3"), row("125"))  # the last one is the program's own
         replies = turns(pool, ["hello"] * 3)
         assert [reply.reward for reply in replies.values()] == [0.0, 3.0, 125.0]
@@ -148,12 +152,8 @@ def test_a_grader_sees_what_a_container_left_and_its_exit_code(
 
 
 @needs_namespaces
-def test_what_fails_instead_of_the_program_is_not_graded(
-    docker: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "other_grader.py").write_text(GRADER)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with started(docker.program(GRADED, grader="other_grader:grade")) as pool:
+def test_what_fails_instead_of_the_program_is_not_graded(docker: Docker, grader: str) -> None:
+    with started(docker.program(GRADED, grader=grader)) as pool:
         begin(pool, row("0"), row("0"))
         turns(pool, ["again"] * 2)
         clients = {process.pid: process for process in psutil.Process(pool.pids[0]).children()}
