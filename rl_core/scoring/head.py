@@ -1,7 +1,7 @@
 """The scoring head: log-probs, entropy and the most likely tokens at selected positions, without keeping logits.
 
 R scored positions, H hidden size, V vocabulary entries, C positions per chunk, K most likely tokens. Only [C, V] logits
-exist at once, in the forward and in the backward, which recomputes them; autograd would keep all [R, V] of them.
+exist at once, in the forward and in the backward, which recomputes all but the last; autograd would keep all [R, V].
 
 Precision: the operands of the matmul are in the weight's dtype, the compute dtype; products are
 summed, kept and normalized in float32. Logits rounded to bfloat16 would be off by up to 2^-8 of their size, and with
@@ -80,7 +80,11 @@ def score_targets(
 
 
 class _Score(torch.autograd.Function):
-    """The head's autograd function: one [V, H] gradient buffer, and logits that are recomputed chunk by chunk."""
+    """The head's autograd function: one [V, H] gradient buffer, and logits that are recomputed chunk by chunk.
+
+    The backward begins with the last chunk, whose logits are kept where the forward leaves them, as for an entropy:
+    they take no more memory than it has needed, and are not recomputed.
+    """
 
     @staticmethod
     def forward(
@@ -97,40 +101,46 @@ class _Score(torch.autograd.Function):
         top_ids = targets.new_empty(len(targets), 0) if given_ids is None else given_ids
         projection = _Projection(weight, bias, options)
         chunks = _chunks(options, states, targets, top_ids)
-        parts = [
-            _score_chunk(options, projection.logits(chunk), chosen, further, mask)
-            for (chunk, chosen, further), mask in zip(chunks, _masks(options, mask_counts, mask_ids), strict=False)
-        ]
-        logprobs, normalizer, entropy, top_logprobs, top_ids = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(states, weight, bias, targets, normalizer, entropy, top_ids, mask_counts, mask_ids)
+        parts, logits = [], None
+        for (chunk, chosen, further), mask in zip(chunks, _masks(options, mask_counts, mask_ids), strict=False):
+            del logits  # else they would coexist with those of this chunk
+            logits = projection.logits(chunk)
+            parts.append(_score_chunk(options, logits, chosen, further, mask))
+        logprobs, largest, normalizer, entropy, top_logprobs, top_ids = map(torch.cat, zip(*parts, strict=True))
+        per_token = (states, targets, largest, normalizer, entropy, top_ids)
+        ctx.save_for_backward(weight, bias, *per_token, mask_counts, mask_ids)
         ctx.options = options
+        ctx.kept = logits if options.has_entropy else None
         ctx.mark_non_differentiable(top_ids, *([] if options.has_entropy_grad else [entropy]))
         return logprobs, entropy, top_logprobs, top_ids
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_top: Tensor, _: Tensor) -> tuple[Any, ...]:
-        states, weight, bias, targets, normalizer, entropy, top_ids, *mask = ctx.saved_tensors
+        weight, bias, *per_token, mask_counts, mask_ids = ctx.saved_tensors
         options: HeadOptions = ctx.options
         needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=normalizer.dtype) if needs_bias else None
-        grad_states = []
-        per_token = (states, targets, normalizer, entropy, top_ids, grad_logprobs, grad_entropy, grad_top)
         projection = _Projection(weight, bias, options)
-        for (chunk, *rest), of_chunk in zip(_chunks(options, *per_token), _masks(options, *mask), strict=False):
-            logits = projection.logits(chunk)
-            slope = projection.slope(logits)
-            grad_logits = _grad_chunk(options, logits, *rest, mask=of_chunk).mul_(slope)
+        grad_weight = torch.zeros_like(weight, dtype=projection.dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=projection.dtype) if needs_bias else None
+        grad_states = []
+        chunks = _chunks(options, *per_token, grad_logprobs, grad_entropy, grad_top)
+        logits, ctx.kept = ctx.kept, None  # a second backward computes them again
+        with_masks = list(zip(chunks, _masks(options, mask_counts, mask_ids), strict=False))
+        for (chunk, targets, largest, *rest), mask in reversed(with_masks):
+            if logits is None:
+                logits = projection.logits(chunk).sub_(largest[:, None])
+            slope = projection.slope(logits, largest)
+            grad_logits = _grad_chunk(options, logits, targets, *rest, mask=mask).mul_(slope)
             if needs_states:
-                grad_states.append(projection.matmul(grad_logits, projection.weight).to(states.dtype))
+                grad_states.append(projection.matmul(grad_logits, projection.weight).to(chunk.dtype))
             if grad_weight is not None:
                 projection.add_matmul(grad_weight, grad_logits.t(), chunk)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-            del logits, slope, grad_logits  # else they would coexist with those of the next chunk
+            logits = slope = grad_logits = None  # else they would coexist with those of the next chunk
         return (
-            torch.cat(grad_states) if needs_states else None,
+            torch.cat(grad_states[::-1]) if needs_states else None,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *(None,) * 5,
@@ -141,10 +151,10 @@ class _Projection:
     """The linear layer, scale, softcap and temperature, with explicit precisions."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> None:
-        self._operand_dtype, self._dtype = weight.dtype, torch.promote_types(weight.dtype, torch.float32)
+        self._operand_dtype, self.dtype = weight.dtype, torch.promote_types(weight.dtype, torch.float32)
         self._options = options
         self.weight = self._operand(weight)
-        self._bias = None if bias is None else bias.to(self._dtype)
+        self._bias = None if bias is None else bias.to(self.dtype)
 
     def logits(self, states: Tensor) -> Tensor:
         """Compute [C, V] logits, scaled, softcapped and divided by the temperature, from [C, H] states."""
@@ -157,31 +167,35 @@ class _Projection:
             logits.div_(softcap).tanh_().mul_(softcap)
         return logits if self._options.temperature == 1 else logits.div_(self._options.temperature)
 
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """Compute the derivative of the logits with respect to the linear layer's output; [C, V] if softcapped."""
+    def slope(self, logits: Tensor, largest: Tensor) -> Tensor | float:
+        """Compute the derivative of the logits, given less the largest [C], with respect to the linear layer's output.
+
+        Returns:
+            [C, V] if softcapped, else one number.
+        """
         temperature, softcap = self._options.temperature, self._options.softcap
         factor = self._options.scale / temperature
         if softcap is None:
             return factor
-        return (1 - (logits * (temperature / softcap)).square_()).mul_(factor)
+        return (1 - ((logits + largest[:, None]).mul_(temperature / softcap)).square_()).mul_(factor)
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """Multiply two operands, accumulating in float32 or better."""
         left, right = self._operand(left), self._operand(right)
-        return left @ right if left.dtype == self._dtype else torch.mm(left, right, out_dtype=self._dtype)
+        return left @ right if left.dtype == self.dtype else torch.mm(left, right, out_dtype=self.dtype)
 
     def add_matmul(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         """Add the product of two operands to `total`, in place."""
         left, right = self._operand(left), self._operand(right)
-        if left.dtype == self._dtype:
+        if left.dtype == self.dtype:
             total.addmm_(left, right)
         else:
-            total += torch.mm(left, right, out_dtype=self._dtype)
+            total += torch.mm(left, right, out_dtype=self.dtype)
 
     def _operand(self, tensor: Tensor) -> Tensor:
         """Round to the operands' dtype; on a CPU, where no kernel accumulates in a wider dtype, widen it again."""
         rounded = tensor.to(self._operand_dtype)
-        return rounded if rounded.is_cuda else rounded.to(self._dtype)
+        return rounded if rounded.is_cuda else rounded.to(self.dtype)
 
 
 _Mask = tuple[Tensor, Tensor] | None
@@ -192,7 +206,7 @@ def _masks(options: HeadOptions, counts: Tensor | None, ids: Tensor | None) -> I
     if counts is None or ids is None:
         yield from repeat(None)
         return
-    of_chunks = torch.split(counts, options.chunk_tokens)
+    of_chunks = torch.split(counts, _chunk_sizes(options, len(counts)))
     sizes = torch.stack([each.sum() for each in of_chunks]).tolist()
     yield from zip(of_chunks, torch.split(ids, sizes), strict=True)
 
@@ -208,7 +222,12 @@ def _excluded(logits: Tensor, targets: Tensor, mask: tuple[Tensor, Tensor]) -> T
 def _score_chunk(
     options: HeadOptions, logits: Tensor, targets: Tensor, top_ids: Tensor, mask: _Mask
 ) -> tuple[Tensor, ...]:
-    """Compute log-probs, normalizers and entropy [C], top log-probs and ids [C, K] of [C, V] logits, in place."""
+    """Compute log-probs [C], and what the backward and the caller need, of [C, V] logits.
+
+    Returns:
+        Log-probs, the largest logits, the normalizers of the logits less these, and entropy, all [C]; and top log-probs
+        and ids [C, K]. With an entropy, `logits` is less the largest afterwards; else it is of no use.
+    """
     excluded = None if mask is None else _excluded(logits, targets, mask)
     if excluded is not None:
         logits.masked_fill_(excluded, -torch.inf)
@@ -221,13 +240,13 @@ def _score_chunk(
     # One exponential per logit, in place unless the entropy needs the logits too.
     weights = logits.exp() if options.has_entropy else logits.exp_()
     total = weights.sum(-1)
-    entropy = logits.new_empty(len(logits), 0)
+    normalizer, entropy = total.log(), logits.new_empty(len(logits), 0)
     if options.has_entropy:
         if excluded is not None:
             logits.masked_fill_(excluded, 0.0)  # else 0 x -inf
-        entropy = total.log() - torch.einsum("cv,cv->c", weights, logits) / total
-    normalizer = total.log() + largest
-    return chosen - normalizer, normalizer, entropy, top - normalizer[:, None], top_ids
+        entropy = normalizer - torch.einsum("cv,cv->c", weights, logits) / total
+    of_all = normalizer + largest
+    return chosen - of_all, largest, normalizer, entropy, top - of_all[:, None], top_ids
 
 
 def _grad_chunk(
@@ -243,7 +262,7 @@ def _grad_chunk(
     *,
     mask: _Mask,
 ) -> Tensor:
-    """Compute the gradient with respect to [C, V] logits, in place.
+    """Compute the gradient with respect to [C, V] logits in place, from the logits less the largest.
 
     With the distribution p and its entropy H: d log p_i / d z_v = [i = v] - p_v and d H / d z_v = -p_v (log p_v + H).
     """
@@ -262,5 +281,12 @@ def _grad_chunk(
 
 
 def _chunks(options: HeadOptions, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Iterate over the chunks of C of all tensors along their first axis."""
-    return zip(*(torch.split(tensor, options.chunk_tokens) for tensor in tensors), strict=True)
+    """Iterate over the chunks of all tensors along their first axis."""
+    sizes = _chunk_sizes(options, len(tensors[0]))
+    return zip(*(torch.split(tensor, sizes) for tensor in tensors), strict=True)
+
+
+def _chunk_sizes(options: HeadOptions, num_positions: int) -> list[int]:
+    """Return the sizes of the chunks: C each, the first one's what is left; one of none, if there are no positions."""
+    count, left = divmod(num_positions, options.chunk_tokens)
+    return [left] * (left > 0 or not count) + [options.chunk_tokens] * count

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from rl_core.scoring import (
@@ -192,7 +193,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("entropy", [False, "no_grad", "grad"])
-def test_no_logits_are_kept_for_the_backward(entropy: EntropyMode) -> None:
+def test_no_logits_are_saved_for_the_backward(entropy: EntropyMode) -> None:
     model, row = tiny_qwen3(vocab_size=997), random_batch([2], [50]).row
     use_packed_attention(model)
     kept: list[int] = []
@@ -200,6 +201,23 @@ def test_no_logits_are_kept_for_the_backward(entropy: EntropyMode) -> None:
         packed_scores(model, row, temperature=1.0, chunk_tokens=64, entropy=entropy, top_k=5)
     # 50 * 997 logits would be the largest but for the weights, which have 997 * 32 values.
     assert max(kept) <= 997 * 32
+
+
+@pytest.mark.parametrize("entropy", ["no_grad", "grad"])
+def test_the_logits_of_the_last_chunk_are_not_computed_again(entropy: EntropyMode) -> None:
+    """Of five positions in chunks of two, three have their logits computed again; in a second backward, all have."""
+    head, states = nn.Linear(3, 7, bias=False), torch.randn(5, 3, requires_grad=True)
+    options = HeadOptions(1.0, 1.0, None, 2, top_k=0, has_entropy=True, has_entropy_grad=entropy == "grad")
+    product = 2 * 3 * 7  # operations of a position's logits, and of its state's gradient; the weight's isn't counted
+    gradients, done = [], []
+    with FlopCounterMode(display=False) as counter:
+        logprobs, of_each, _, _ = score_targets(states, head, torch.arange(5), options)
+        total = logprobs.sum() + (of_each.sum() if entropy == "grad" else 0)
+        for _ in range(2):
+            done.append(counter.get_total_flops() / product)
+            gradients.append(torch.autograd.grad(total, [states, head.weight], retain_graph=True))
+    assert [*done, counter.get_total_flops() / product] == [5, 5 + 3 + 5, 5 + 3 + 5 + 5 + 5]
+    assert all(map(torch.equal, *gradients))
 
 
 def test_scores_of_a_bfloat16_model_are_float32() -> None:
