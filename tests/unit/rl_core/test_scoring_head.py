@@ -208,16 +208,16 @@ def test_the_logits_of_the_last_chunk_are_not_computed_again(entropy: EntropyMod
     """Of five positions in chunks of two, three have their logits computed again; in a second backward, all have."""
     head, states = nn.Linear(3, 7, bias=False), torch.randn(5, 3, requires_grad=True)
     options = HeadOptions(1.0, 1.0, None, 2, top_k=0, has_entropy=True, has_entropy_grad=entropy == "grad")
-    product = 2 * 3 * 7  # operations of a position's logits, and of its state's gradient; the weight's isn't counted
-    gradients, done = [], []
+    gradients, products = [], []
     with FlopCounterMode(display=False) as counter:
         logprobs, of_each, _, _ = score_targets(states, head, torch.arange(5), options)
         total = logprobs.sum() + (of_each.sum() if entropy == "grad" else 0)
-        for _ in range(2):
-            done.append(counter.get_total_flops() / product)
+        for _ in range(3):
+            products.append(counter.get_flop_counts()["Global"][torch.ops.aten.mm] / (2 * 3 * 7))
             gradients.append(torch.autograd.grad(total, [states, head.weight], retain_graph=True))
-    assert [*done, counter.get_total_flops() / product] == [5, 5 + 3 + 5, 5 + 3 + 5 + 5 + 5]
-    assert all(map(torch.equal, *gradients))
+    # Of the logits, and of the states' gradients; the weight's, which is added in place, isn't counted.
+    assert products == [5, 5 + 3 + 5, 5 + 3 + 5 + 5 + 5]
+    assert all(map(torch.equal, gradients[0], gradients[1]))
 
 
 def test_scores_of_a_bfloat16_model_are_float32() -> None:
