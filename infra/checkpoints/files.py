@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,7 +79,7 @@ class CheckpointFiles:
 
         Unfinished and damaged checkpoints are skipped, with a warning that says what is wrong with them.
         """
-        for version in reversed(self._versions()):
+        for version in reversed(self.versions()):
             try:
                 return version, self.verify(version)
             except CheckpointError as error:
@@ -99,15 +100,20 @@ class CheckpointFiles:
         except ValueError as error:
             raise CheckpointError(f"{path} is not a manifest: {error}") from None
 
-    def verify(self, version: int) -> Manifest:
+    def verify(self, version: int, part: int = 0, num_parts: int = 1) -> Manifest:
         """Check every file of a checkpoint against its manifest, and return the manifest.
+
+        Args:
+            version: The checkpoint's version.
+            part: Which of `num_parts` parts of the files' contents to check; their sizes are checked in any case.
+            num_parts: Among how many processes the work is divided.
 
         Raises:
             CheckpointError: The manifest is missing or unreadable, or a file is missing or differs.
         """
         manifest = self.read_manifest(version)
         self._check_sizes(version, manifest.files)
-        for name, entry in manifest.files.items():
+        for name, entry in islice(manifest.files.items(), part, None, num_parts):
             file = f"{self.path(version)}/{name}"
             try:
                 checksum = self._checksum(f"{step_name(version)}/{name}", entry.num_bytes)
@@ -139,7 +145,7 @@ class CheckpointFiles:
         """
         try:
             copied = [version for version in source.complete_versions() if self._copy(source, version)]
-            for version in self._versions() if copied else ():
+            for version in self.versions() if copied else ():
                 if version not in copied:
                     self._remove(version)
         except OSError as error:
@@ -206,7 +212,7 @@ class CheckpointFiles:
 
     def _clear(self, version: int) -> None:
         """Remove this version and newer ones: after a rollback, newer checkpoints would take precedence over it."""
-        for existing in self._versions():
+        for existing in self.versions():
             if existing >= version:
                 self._remove(existing)
 
@@ -215,7 +221,7 @@ class CheckpointFiles:
         self._folder.remove(f"{step_name(version)}/{MANIFEST}")
         self._folder.remove_folder(step_name(version))
 
-    def _versions(self) -> list[int]:
+    def versions(self) -> list[int]:
         """Return all versions that have any files, oldest first."""
         try:
             names = [str(path).rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False)]

@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from infra.storage.folder import Folder
 from schemas.errors import CheckpointError
 
 READ_BYTES = 2**28  # fetched at once
-_HEADER_LENGTH_BYTES = 8
+_HEADER_LENGTH_BYTES, _HEADER_THREADS = 8, 16
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,10 @@ class ShardReader(StorageReader):
 
     def _read_headers(self) -> Metadata:
         stored: dict[MetadataIndex, _Stored] = {}
-        for file, entry in self._files.items():
-            if file.endswith(SUFFIX):
-                stored |= self._parts(file, entry)
+        with ThreadPoolExecutor(_HEADER_THREADS) as threads:  # object stores take their time for each of many files
+            shards = {file: entry for file, entry in self._files.items() if file.endswith(SUFFIX)}
+            for parts in threads.map(self._parts, shards, shards.values()):
+                stored |= parts
         chunks: dict[str, list[tuple[MetadataIndex, _Stored]]] = {}
         for index, part in stored.items():
             chunks.setdefault(index.fqn, []).append((index, part))
@@ -125,7 +127,9 @@ class ShardReader(StorageReader):
             raise CheckpointError(f"{self._folder}/{path} has {size or 0} bytes, expected {entry.num_bytes}")
         try:
             return _decode_header(file, *self._header(path))
-        except (OSError, KeyError, ValueError, TypeError, struct.error) as error:
+        except OSError as error:
+            raise CheckpointError(f"{self._folder}/{path} can't be read: {error}; try again") from error
+        except (KeyError, ValueError, TypeError, struct.error) as error:
             raise CheckpointError(f"{self._folder}/{path} is not a shard of a checkpoint: {error!r}") from None
 
     def _header(self, path: str) -> tuple[dict[str, Any], int]:

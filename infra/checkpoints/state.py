@@ -80,11 +80,12 @@ def restore_policy(
     Raises:
         CheckpointError: The checkpoint is missing, or doesn't match the model and optimizer.
     """
-    stepped = {name.split("/", 2)[2] for name in store.tensor_names(version) if name.startswith(f"{OPTIMIZER}/")}
-    if stepped:
-        _allocate_state(optimizer, {weight for name, weight in model.named_parameters() if name in stepped})
-    tensors = policy_tensors(model, optimizer, previous)
-    store.load(version, tensors)
+    with store.opened(version):
+        stepped = {name.split("/", 2)[2] for name in store.tensor_names(version) if name.startswith(f"{OPTIMIZER}/")}
+        if stepped:
+            _allocate_state(optimizer, {weight for name, weight in model.named_parameters() if name in stepped})
+        tensors = policy_tensors(model, optimizer, previous)
+        store.load(version, tensors)
     torch.set_rng_state(tensors[RNG])
 
 

@@ -2,8 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class CheckpointStore(CheckpointFiles):
         super().__init__(url, storage_options)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: PendingCheckpoint | None = None
+        self._opened: dict[int, tuple[ShardReader, Metadata]] = {}
 
     def save(
         self,
@@ -120,6 +122,19 @@ class CheckpointStore(CheckpointFiles):
         written = self._executor.submit(self._write, version, live, StagedPlanner(copies), writer, process_group)
         self._pending = PendingCheckpoint(version, written)
         return self._pending
+
+    @contextmanager
+    def opened(self, version: int) -> Iterator[None]:
+        """Read the headers of a checkpoint's files once for all calls of the block, which may be many.
+
+        Raises:
+            CheckpointError: The checkpoint or one of its files is missing.
+        """
+        self._opened[version] = self._reader(version)
+        try:
+            yield
+        finally:
+            del self._opened[version]
 
     def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Read a checkpoint's values into tensors, in place, bit for bit.
@@ -188,7 +203,7 @@ class CheckpointStore(CheckpointFiles):
         in_progress = self._pending.version if self._pending and not self._pending.is_done else math.inf
         complete = [version for version in self.complete_versions() if version < in_progress]
         kept = {*complete[-keep_last:], best}
-        for version in self._versions():
+        for version in self.versions():
             if complete and version < complete[-1] and version not in kept:
                 self._remove(version)
 
@@ -220,6 +235,8 @@ class CheckpointStore(CheckpointFiles):
         return path
 
     def _reader(self, version: int) -> tuple[ShardReader, Metadata]:
+        if version in self._opened:
+            return self._opened[version]
         reader = ShardReader(self._folder, step_name(version), self.read_manifest(version).files)
         return reader, reader.read_metadata()
 

@@ -44,8 +44,9 @@ def compare_checkpoints(a: CheckpointStore, b: CheckpointStore, version: int) ->
     """
     if _sums(a, version) == _sums(b, version):
         return ()
-    names = [set(store.tensor_names(version)) for store in (a, b)]
-    found = (_compare(a, b, version, name, names) for name in sorted(names[0] | names[1]))
+    with a.opened(version), b.opened(version):
+        names = [set(store.tensor_names(version)) for store in (a, b)]
+        found = [_compare(a, b, version, name, names) for name in sorted(names[0] | names[1])]
     return tuple(each for each in found if each is not None)
 
 
@@ -56,12 +57,13 @@ def compare_updates(a: CheckpointStore, b: CheckpointStore, step: int) -> Update
         CheckpointError: One of these can't be read.
     """
     dot = square_a = square_b = 0.0
-    for name in a.tensor_names(step):
-        if name.startswith(f"{MODEL}/"):
-            own, other = _change(a, step, name), _change(b, step, name)
-            dot += float(own @ other)
-            square_a += float(own @ own)
-            square_b += float(other @ other)
+    with a.opened(step), a.opened(step + 1), b.opened(step), b.opened(step + 1):
+        for name in a.tensor_names(step):
+            if name.startswith(f"{MODEL}/"):
+                own, other = _change(a, step, name), _change(b, step, name)
+                dot += float(own @ other)
+                square_a += float(own @ own)
+                square_b += float(other @ other)
     norm_a, norm_b = math.sqrt(square_a), math.sqrt(square_b)
     return UpdateChange(
         cosine=max(-1.0, min(1.0, dot / (norm_a * norm_b))) if norm_a and norm_b else None,

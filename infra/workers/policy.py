@@ -3,18 +3,20 @@
 Its ranks restore and save checkpoints together.
 """
 
+import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial, reduce
 from operator import add
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from infra.checkpoints import CheckpointStore, Manifest, PendingCheckpoint, best_version, open_checkpoints
 from infra.checkpoints.state import copy_trained, policy_tensors, restore_policy, swapped_weights
@@ -27,7 +29,7 @@ from infra.weights.endpoint import WeightSyncEndpoint
 from infra.weights.probe import score_probe
 from infra.workers.scoring import ScoringWorker
 from infra.workers.telemetry import profiled
-from rl_core.columns.jagged import row_lengths
+from rl_core.columns.jagged import as_tensor, row_lengths
 from rl_core.planning.plan import rank_rows
 from rl_core.storages import Tensors, storage_bytes
 from rl_core.telemetry import micro_batch_seconds
@@ -38,12 +40,19 @@ from rl_core.training.sharding import all_gather_object, full_tensor
 from rl_core.views import select
 from schemas.batch import BatchHandle
 from schemas.config.run import RunConfig
-from schemas.errors import NonFiniteError, VersionError
+from schemas.errors import CheckpointError, NonFiniteError, VersionError
 from schemas.metrics import Metrics, merge_metrics
 from schemas.placement import MemoryChange, Part
 from schemas.plan import ForwardPlan, StepPlan
 from schemas.step import EvalReport, PolicyHandle, ProcessGroupHandle, ScoreResult, UpdateReport
 from schemas.weights import ProbeRow, SentWeights, WeightGroupMember, WeightsRoute
+
+# For ranks that are slow to read or write their part of a checkpoint; one that is gone is noticed at once.
+_FILES_TIMEOUT = timedelta(hours=12)
+
+Value = TypeVar("Value")
+
+logger = logging.getLogger(__name__)
 
 
 class PolicyCheckpoints:
@@ -53,7 +62,6 @@ class PolicyCheckpoints:
         config: The run's configuration.
         store: The run's checkpoints.
         rank: This rank.
-        mesh: All ranks; None for a single one.
         process_group: A gloo group of all ranks that nothing else uses; None for a single one.
 
     Attributes:
@@ -65,20 +73,43 @@ class PolicyCheckpoints:
         config: RunConfig,
         store: CheckpointStore,
         rank: int,
-        mesh: DeviceMesh | None,
         process_group: ProcessGroup | None,
     ) -> None:
         self.store = store
-        self._config, self._rank, self._mesh, self._process_group = config, rank, mesh, process_group
+        self._config, self._rank, self._process_group = config, rank, process_group
         self._pending: PendingCheckpoint | None = None
         self._complete_version: int | None = None  # of the newest complete checkpoint that this rank knows of
 
     def find_newest(self) -> tuple[int, Manifest] | None:
-        """Return the newest complete checkpoint's version and manifest, as found by rank 0; None if none exists."""
-        found = self.store.newest() if self._rank == 0 else None
-        newest = all_gather_object(found, self._mesh)[0]
-        self._complete_version = newest[0] if newest else None
-        return newest
+        """Return the newest complete checkpoint's version and manifest; None if none exists. Reads all of its bytes.
+
+        Each rank reads a part of the files. A warning says what is wrong with one that is unfinished or damaged.
+        """
+        self._complete_version = None
+        for version in self._gather(self.store.versions())[0][::-1]:
+            try:
+                manifest, fault = self.store.verify(version, self._rank, self._num_ranks), ""
+            except CheckpointError as error:
+                manifest, fault = None, str(error)
+            if not (faults := list(filter(None, self._gather(fault)))):
+                assert manifest is not None
+                self._complete_version = version
+                return version, manifest
+            if self._rank == 0:
+                logger.warning("skipped a checkpoint: %s", faults[0])
+        return None
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1 if self._process_group is None else dist.get_world_size(self._process_group)
+
+    def _gather(self, value: Value) -> list[Value]:
+        """Return the values of all ranks, by the group that waits for slow files."""
+        if self._process_group is None:
+            return [value]
+        values: list[Any] = [None] * self._num_ranks
+        dist.all_gather_object(values, value, self._process_group)
+        return values
 
     def save(
         self, version: int, tensors: Mapping[str, Tensor], *, num_updates: int, report: UpdateReport | None
@@ -158,8 +189,8 @@ class PolicyWorker(ScoringWorker):
             self._load(self._config.model, group, trains=True)
             self._trainer = Trainer(self._module, self._config, self._mesh)
             store = open_checkpoints(self._directory, self._config.checkpoint)
-            saving = dist.new_group(backend="gloo") if self._mesh is not None else None
-            self._checkpoints = PolicyCheckpoints(self._config, store, self._rank, self._mesh, saving)
+            group = dist.new_group(backend="gloo", timeout=_FILES_TIMEOUT) if self._mesh is not None else None
+            self._checkpoints = PolicyCheckpoints(self._config, store, self._rank, group)
             self._restore()
         device = self._module.model.device
         self._weight_sync = WeightSyncEndpoint(self._run.run_id, device, self._config)
@@ -270,6 +301,7 @@ class PolicyWorker(ScoringWorker):
         prompts, responses = (row_lengths(rows.columns[name]) for name in TOKEN_COLUMNS)
         num_tokens = int((prompts + responses).sum())
         computed = sum(micro.num_tokens for update in plan.updates for micro in update.rank(self._rank))
+        observed = self._config.loss.observation_coef > 0
         speed = self._telemetry.throughput(
             "update",
             num_tokens,
@@ -280,6 +312,7 @@ class PolicyWorker(ScoringWorker):
                 checkpointing=False,
                 is_frozen=self._config.model.lora is not None,
                 num_shared=num_tokens - computed,
+                num_scored=None if observed else int(as_tensor(rows.columns["loss_mask"]).sum()),
             ),
         )
         num_micros = sum(update.num_micros for update in plan.updates)

@@ -45,15 +45,24 @@ class ModelWork:
             attention_width=round(sum(map(_attention_width, config.per_layer_config))),
         )
 
-    def forward(self, prompts: NDArray[np.int64], responses: NDArray[np.int64], *, num_shared: int = 0) -> float:
+    def forward(
+        self,
+        prompts: NDArray[np.int64],
+        responses: NDArray[np.int64],
+        *,
+        num_shared: int = 0,
+        num_scored: int | None = None,
+    ) -> float:
         """Return the operations of scoring sequences.
 
         Args:
             prompts: [N] tokens.
             responses: [N] tokens.
             num_shared: Of the prompts' tokens, those that are not computed, as another sequence shares them.
+            num_scored: Of the responses' tokens, those that pass through the LM head; None: all.
         """
-        every = self._linear(prompts + responses, responses) + self._attention(prompts + responses)
+        scored = int(responses.sum()) if num_scored is None else num_scored
+        every = self._linear(prompts + responses, scored) + self._attention(prompts + responses)
         return every - self._shared(prompts, num_shared)
 
     def update(
@@ -64,6 +73,7 @@ class ModelWork:
         checkpointing: bool,
         is_frozen: bool = False,
         num_shared: int = 0,
+        num_scored: int | None = None,
     ) -> float:
         """Return the operations of forward and backward over sequences; see `forward`.
 
@@ -73,12 +83,14 @@ class ModelWork:
             checkpointing: Whether the backward computes the decoder's forward again.
             is_frozen: Whether only adapters are trained: the weights then get no gradient, which is half of a backward.
             num_shared: See `forward`.
+            num_scored: See `forward`.
         """
+        scored = int(responses.sum()) if num_scored is None else num_scored
         again = self._decoder(prompts + responses) - self._shared(prompts, num_shared) if checkpointing else 0.0
-        all_trained = 3 * self.forward(prompts, responses, num_shared=num_shared) + again
+        all_trained = 3 * self.forward(prompts, responses, num_shared=num_shared, num_scored=scored) + again
         if not is_frozen:
             return all_trained
-        return all_trained - self._linear(prompts + responses, responses) + 2.0 * self.decoder_weights * num_shared
+        return all_trained - self._linear(prompts + responses, scored) + 2.0 * self.decoder_weights * num_shared
 
     def generate(self, prompts: NDArray[np.int64], responses: NDArray[np.int64], samples: int) -> float:
         """Return the operations of generating responses with a KV cache: a prompt is computed once for all its samples.
@@ -97,8 +109,8 @@ class ModelWork:
     def _decoder(self, lengths: NDArray[np.int64]) -> float:
         return 2.0 * self.decoder_weights * int(lengths.sum()) + self._attention(lengths)
 
-    def _linear(self, lengths: NDArray[np.int64], responses: NDArray[np.int64]) -> float:
-        return 2.0 * self.decoder_weights * int(lengths.sum()) + 2.0 * self.head_weights * int(responses.sum())
+    def _linear(self, lengths: NDArray[np.int64], num_scored: int) -> float:
+        return 2.0 * self.decoder_weights * int(lengths.sum()) + 2.0 * self.head_weights * num_scored
 
     def _attention(self, lengths: NDArray[np.int64]) -> float:
         return 2.0 * self.attention_width * float((lengths.astype(np.float64) ** 2).sum())

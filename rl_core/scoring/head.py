@@ -138,7 +138,8 @@ class _Score(torch.autograd.Function):
                 projection.add_matmul(grad_weight, grad_logits.t(), chunk)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-            logits = slope = grad_logits = None  # else they would coexist with those of the next chunk
+            del slope, grad_logits  # else they would coexist with those of the next chunk
+            logits = None
         return (
             torch.cat(grad_states[::-1]) if needs_states else None,
             None if grad_weight is None else grad_weight.to(weight.dtype),

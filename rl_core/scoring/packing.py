@@ -49,6 +49,24 @@ class PackedRow:
         """The tokens over which targets are scored, as numbers [R] and ids [M]; None: all tokens."""
         return None if self.mask_counts is None or self.mask_ids is None else (self.mask_counts, self.mask_ids)
 
+    def score_only(self, positions: Tensor) -> "PackedRow":
+        """Return the row with some of its R targets only, of which the LM head then computes no others.
+
+        Args:
+            positions: [R] bool, on the row's device.
+        """
+        sequence = torch.arange(len(self.response_lengths), device=positions.device)
+        of_each = sequence.repeat_interleave(self.response_lengths)[positions]
+        selected: dict[str, Any] = {
+            name: value[positions]
+            for name in ("predict_index", "targets", "top_ids", "mask_counts")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.mask_ids is not None and self.mask_counts is not None:
+            selected["mask_ids"] = self.mask_ids[positions.repeat_interleave(self.mask_counts)]
+        lengths = torch.bincount(of_each, minlength=len(self.response_lengths))
+        return replace(self, **selected, response_lengths=lengths)
+
     def to(self, device: torch.device | str) -> "PackedRow":
         """Return the row with its tensors on `device`."""
         moved: dict[str, Any] = {

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from rl_core.training.muon import MOMENTUM, muon_step
-from rl_core.training.sharding import full_tensor, local_tensor
+from rl_core.training.sharding import full_tensor
 from schemas.config.optim import OptimConfig
 
 _MOMENTS = {"exp_avg", "exp_avg_sq", MOMENTUM}
@@ -94,15 +95,23 @@ def moments_of(state: Mapping[str, Tensor]) -> Iterator[Tensor]:
 
 
 def _parts(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield consecutive parameters, each time of `_PART_BYTES` on this rank or a little more."""
+    """Yield consecutive parameters, each time of `_PART_BYTES` on a rank or a little more."""
     part: list[nn.Parameter] = []
     for parameter in parameters:
         part.append(parameter)
-        if sum(local_tensor(each).nbytes for each in part) >= _PART_BYTES:
+        if sum(map(_shard_bytes, part)) >= _PART_BYTES:
             yield part
             part = []
     if part:
         yield part
+
+
+def _shard_bytes(parameter: nn.Parameter) -> float:
+    """Return the mean size of a rank's shard: equal on all ranks, which step the same matrices together with Muon."""
+    if not isinstance(parameter, DTensor):
+        return parameter.nbytes
+    shards = (number for number, placement in enumerate(parameter.placements) if placement.is_shard())
+    return parameter.numel() * parameter.element_size() / math.prod(map(parameter.device_mesh.size, shards))
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:

@@ -118,6 +118,9 @@ class Trainer:
                 norm = clip_gradients(self.named_parameters().values(), self._config.optim.max_grad_norm)
                 if not math.isfinite(norm):
                     self._require_finite("gradient", self._without_finite_gradient(rows, update, rank))
+                    # That of each micro-batch is finite, now: their sum is not, or it was not the first time.
+                    mine = (row for micro in self._planned(update.rank(rank)) for row in micro.rows)
+                    self._require_finite("gradient", dict.fromkeys(mine, ()))
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)  # now, as they would take memory until the next update
         self.num_updates += 1
@@ -151,11 +154,17 @@ class Trainer:
 
     def _inputs(self, rows: RankRows, micro: MicroBatch) -> LossInputs:
         columns = rows.take(micro.rows)
-        row = packed_row(columns, micro.num_tokens).to(self._device)
+        row = packed_row(columns, micro.num_tokens)
+        given = {name: as_tensor(columns[name]) for name in _loss_columns(self._config)}
+        if "advantages" in given:
+            given["advantages"] = token_advantages(columns)
+        if not self._config.loss.observation_coef:  # no other token's log-prob is used
+            trained = given["loss_mask"]
+            row, given = row.score_only(trained), {name: values[trained] for name, values in given.items()}
+        row, given = row.to(self._device), {name: values.to(self._device) for name, values in given.items()}
         logprobs, entropy, top_logprobs, _ = self.module(
             row, entropy="grad" if self._config.loss.entropy_coef else "no_grad"
         )
-        given = {name: as_tensor(columns[name]).to(self._device) for name in _loss_columns(self._config)}
         own = logprobs.detach()
         return LossInputs.from_rows(
             policy_logprobs=logprobs,
@@ -166,7 +175,7 @@ class Trainer:
             teacher_logprobs=given.get("teacher_logprobs"),
             policy_top_logprobs=top_logprobs,
             teacher_top_logprobs=given.get("teacher_top_logprobs"),
-            advantages=token_advantages(columns).to(self._device) if "advantages" in given else torch.ones_like(own),
+            advantages=given.get("advantages", torch.ones_like(own)),
             loss_mask=given["loss_mask"],
             response_lengths=row.response_lengths,
         )

@@ -29,7 +29,7 @@ from infra.models.weights import load_weights
 from rl_core.planning import plan_forward, plan_step
 from rl_core.scoring import PACKED_ATTENTION, register
 from rl_core.scoring.attention import packed_attention
-from rl_core.training import ScoringModule, Trainer, score_rows, shard
+from rl_core.training import ScoringModule, Trainer, optimizer, score_rows, shard
 from rl_core.training.sharding import full_tensor, make_mesh
 from schemas.config.run import RunConfig
 from tests.support.configs import run_config
@@ -51,6 +51,7 @@ class Case:
     num_ranks: int
     sections: dict[str, Any] = field(default_factory=dict)
     token_budget: int = 64
+    part_bytes: int | None = None  # of a step whose moments are offloaded; None: as in a run
     warm_up: str | None = None  # a tiny model, with which each rank first does all of which the memory is measured
 
 
@@ -71,6 +72,8 @@ def _run_rank(folder: Path, case: Case, rank: int) -> None:
     store = dist.FileStore(str(folder / f"{case.name}.rendezvous"), case.num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.num_ranks)
     mesh = make_mesh("cpu", case.num_ranks, config.runtime.num_policy_replicas)
+    if case.part_bytes is not None:
+        optimizer._PART_BYTES = case.part_bytes
     measured: dict[str, Any] = {}
     if case.warm_up is not None:
         _peaks(config.replace(model=config.model.replace(path=case.warm_up)), mesh, rank)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,19 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_says_why(
     )
     with pytest.raises(CheckpointError, match=r"step-000002/"):
         store.verify(2)
+
+
+def test_each_file_is_checked_by_one_of_several_processes(store: CheckpointStore) -> None:
+    path = Path(save(store, 1))
+    names = list(store.read_manifest(1).files)
+    for at, name in enumerate(names):
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        for part in range(2):
+            with pytest.raises(CheckpointError, match=f"{name} is damaged") if at % 2 == part else nullcontext():
+                store.verify(1, part, 2)
+        (path / name).write_bytes(content)
+    assert len(names) > 1
 
 
 def _tidy(text: str) -> str:

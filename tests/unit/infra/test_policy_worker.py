@@ -1,5 +1,6 @@
 """The policy worker as a plain object, on a store in memory: what an update does, and that it does it only once."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -281,6 +282,22 @@ def test_a_non_finite_loss_raises_before_the_optimizer_steps(run: RunHandle, sto
         worker.update(batch, plan, 0)
     with pytest.raises(VersionError, match="holds no complete version"):
         parameters(worker, 0)
+    assert worker.start().version == 0
+    after = parameters(worker, 0)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_gradient_that_is_infinite_once_is_not_applied(run: RunHandle, store: MemoryStore) -> None:
+    """No micro-batch's own gradient is, when each is computed again, so that all rows are named."""
+    worker = started(run, store)
+    before = parameters(worker, 0)
+    batch, plan = make_step(run, store, worker)
+    weight = next(iter(worker._trainer.named_parameters().values()))
+    scales = iter([torch.inf])
+    weight.register_hook(lambda gradient: gradient * next(scales, 1.0))
+    rows = sorted(row for micro in plan.updates[0].ranks[0] for row in micro.rows)
+    with pytest.raises(NonFiniteError, match=rf"gradient of update 0 is not finite: rows {re.escape(str(rows))} of"):
+        worker.update(batch, plan, 0)
     assert worker.start().version == 0
     after = parameters(worker, 0)
     assert all(torch.equal(before[name], after[name]) for name in before)

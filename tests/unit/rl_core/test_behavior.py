@@ -1,12 +1,16 @@
 """Behavior log-probs that the update takes from its own forward, and those of a pass before it."""
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from rl_core.columns.jagged import jagged, row_lengths
+from rl_core.columns.jagged import as_tensor, jagged, row_lengths
+from rl_core.losses import LossInputs
 from rl_core.planning import plan_forward, plan_step
 from rl_core.training import RankRows, ScoringModule, Trainer, score_rows, training_columns
+from rl_core.training.rows import packed_row, token_advantages
 from schemas.config.loss import LossConfig, TruncatedCorrection
 from schemas.config.optim import OptimConfig
 from schemas.config.run import RunConfig
@@ -48,7 +52,7 @@ def _gradient(loss: LossConfig, token_budget: int) -> tuple[dict[str, torch.Tens
     config: RunConfig = run_config(
         loss=loss, correction=TruncatedCorrection(), optim=OptimConfig(max_grad_norm=1e9), model={"path": "unused"}
     )
-    module = ScoringModule(tiny_qwen3(num_hidden_layers=2, vocab_size=256), config.packing, 1.0)
+    module = _module(config)
     rows = packed_rows(PROMPTS, RESPONSES)
     sizes = {"num_ranks": 1, "token_budget": token_budget}
     scores = score_rows(module, rows, plan_forward(PROMPTS, RESPONSES, **sizes).ranks[0])
@@ -64,3 +68,56 @@ def _gradient(loss: LossConfig, token_budget: int) -> tuple[dict[str, torch.Tens
     trainer.optimizer.register_step_pre_hook(keep)
     update = plan_step(PROMPTS, RESPONSES, RESPONSES, num_updates=1, seed=0, **sizes).updates[0]
     return found, values(trainer.update(RankRows(rows.rows, pa.record_batch(columns)), update))
+
+
+@pytest.mark.parametrize("token_budget", [64, 12])
+def test_only_tokens_with_a_loss_pass_through_the_head(token_budget: int) -> None:
+    """Which changes nothing; the reference computes all, and selects those with a loss."""
+    config = run_config(loss={"entropy_coef": 0.01}, optim=OptimConfig(max_grad_norm=1e9), model={"path": "unused"})
+    rows = packed_rows(PROMPTS, RESPONSES)
+    mask = np.random.default_rng(1).random(sum(RESPONSES)) < 0.4
+    mask[6:7] = False  # a row without a loss
+    lengths = row_lengths(rows.columns["response_ids"])
+    columns = {name: rows.columns[name] for name in rows.columns.schema.names} | {"loss_mask": jagged(mask, lengths)}
+    rows = RankRows(rows.rows, pa.record_batch(columns))
+    update = plan_step(
+        *(PROMPTS, RESPONSES, [int(part.sum()) for part in np.split(mask, np.cumsum(RESPONSES)[:-1])]),
+        num_updates=1,
+        seed=0,
+        num_ranks=1,
+        token_budget=token_budget,
+    ).updates[0]
+    trainer, reference = (Trainer(_module(config), config) for _ in range(2))
+    found, num_others = dict[str, torch.Tensor](), 0
+
+    def keep(*_: object) -> None:
+        found.update({name: weight.grad.clone() for name, weight in trainer.named_parameters().items()})
+
+    trainer.optimizer.register_step_pre_hook(keep)
+    with FlopCounterMode(display=False) as own:
+        trainer.update(rows, update)
+    with FlopCounterMode(display=False) as every:
+        for micro in update.ranks[0]:
+            taken = rows.take(micro.rows)
+            num_others += int((~as_tensor(taken["loss_mask"])).sum())
+            row = packed_row(taken, micro.num_tokens)
+            scores = reference.module(row, entropy="grad")
+            inputs = LossInputs.from_rows(
+                policy_logprobs=scores.logprobs,
+                behavior_logprobs=scores.logprobs.detach(),
+                sampler_logprobs=as_tensor(taken["sampler_logprobs"]),
+                advantages=token_advantages(taken),
+                loss_mask=as_tensor(taken["loss_mask"]),
+                response_lengths=row.response_lengths,
+                entropy=scores.entropy,
+            )
+            reference._loss(inputs, update)[0].backward()
+    for name, weight in reference.named_parameters().items():
+        torch.testing.assert_close(found[name], weight.grad, rtol=1e-5, atol=1e-7)
+    # Their logits, and the gradients of their states; those of the weight are added in place, which isn't counted.
+    counts = [counter.get_flop_counts()["Global"][torch.ops.aten.mm] for counter in (own, every)]
+    assert counts[1] - counts[0] == 2 * 2 * 256 * 32 * num_others
+
+
+def _module(config: RunConfig) -> ScoringModule:
+    return ScoringModule(tiny_qwen3(num_hidden_layers=2, vocab_size=256), config.packing, 1.0)
