@@ -22,6 +22,7 @@ from benchmarks.gpu.passes import peak_bytes, reset_peak
 from benchmarks.models import make_model, size_of
 from rl_core.columns.jagged import jagged
 from rl_core.planning import plan_step
+from rl_core.planning.throughput import ModelWork
 from rl_core.training import RankRows, ScoringModule, Trainer, training_columns
 from schemas.config.run import RunConfig
 from schemas.plan import UpdatePlan
@@ -98,7 +99,8 @@ def measure(plan: Plan) -> Report:
 
     Returns:
         `cases`, by name: `token_ratio`, tokens of the rows over those that are computed if prompts are shared;
-        `speedup`, medians of seconds of an update; `of_tokens`, one over the other; `memory_ratio`, peaks beyond
+        `work_ratio`, the same of operations (`ModelWork`), among which are those of the scoring head, as many either
+        way; `speedup`, medians of seconds of an update; `of_work`, that over these; `memory_ratio`, peaks beyond
         weights, gradients and moments; and both trainers' `seconds` and `peak_mb`.
     """
     if plan.threads:
@@ -109,10 +111,10 @@ def measure(plan: Plan) -> Report:
             name = f"{model}, {ratio}:1, n = {samples}"
             cases[name] = _compare(plan, model, Case.of(plan, ratio, samples))
             logger.info(
-                "%s: %.2f times as fast, of %.2f times fewer tokens",
+                "%s: %.2f times as fast, of %.2f times fewer operations",
                 name,
                 cases[name]["speedup"],
-                cases[name]["token_ratio"],
+                cases[name]["work_ratio"],
             )
     return {"cases": cases, "plan": asdict(plan), "threads": torch.get_num_threads()}
 
@@ -132,11 +134,17 @@ def _compare(plan: Plan, model: str, case: Case) -> dict[str, float]:
         peaks[share].append((peak_bytes(DEVICE) - before) / 1e6)
     apart, shared = (median(seconds[share]) for share in (False, True))
     tokens = {share: sum(micro.num_tokens for micro in update.ranks[0]) for share, update in updates.items()}
-    ratio = tokens[False] / tokens[True]
+    work, lengths = ModelWork.of(pairs[0][1].module.model), (np.array(case.prompts), np.array(case.responses))
+    operations = [
+        work.update(*lengths, checkpointing=False, num_shared=num_shared)
+        for num_shared in (0, tokens[False] - tokens[True])
+    ]
+    ratio = operations[0] / operations[1]
     return {
-        "token_ratio": ratio,
+        "token_ratio": tokens[False] / tokens[True],
+        "work_ratio": ratio,
         "speedup": apart / shared,
-        "of_tokens": apart / shared / ratio,
+        "of_work": apart / shared / ratio,
         "memory_ratio": median(peaks[False]) / median(peaks[True]),
         "seconds": shared,
         "seconds_apart": apart,
@@ -171,8 +179,9 @@ def render(report: Report) -> Group:
     """Return a table of the cases."""
     shown = {
         "tokens": "token_ratio",
+        "operations": "work_ratio",
         "speed": "speedup",
-        "speed/tokens": "of_tokens",
+        "speed/operations": "of_work",
         "memory": "memory_ratio",
         "s": "seconds",
     }

@@ -109,7 +109,7 @@ async def _run_stage(plan: PipelinePlan, name: str, turn: Turn) -> PlannedRun:
     if out.exists():
         logger.info("stage %s is finished: %s", name, out)
         return await asyncio.to_thread(_find_best, plan.config.stages[name], runs)
-    await _train_all(name, runs, plan.config.stages[name].max_runs, turn)
+    await _train_all(plan, name, turn)
     best = await asyncio.to_thread(_find_best, plan.config.stages[name], runs)
     if len(runs) > 1:
         logger.info("stage %s: the best run is %s: %s", name, best, best.last_evaluation() or "by the query")
@@ -121,13 +121,14 @@ async def _run_stage(plan: PipelinePlan, name: str, turn: Turn) -> PlannedRun:
     return best
 
 
-async def _train_all(name: str, runs: Sequence[PlannedRun], limit: int, turn: Turn) -> None:
-    """Train a stage's runs, so many at the same time; one of a sweep that diverges is left out.
+async def _train_all(plan: PipelinePlan, name: str, turn: Turn) -> None:
+    """Train a stage's runs, so many at the same time; one of a sweep that diverges is left out, for good.
 
     Raises:
         PipelineError: A run stopped; the others were stopped, too.
     """
-    slots = asyncio.Semaphore(limit)
+    runs, slots = plan.runs[name], asyncio.Semaphore(plan.config.stages[name].max_runs)
+    folder = open_folder(str(plan.folder))
 
     async def train_one(run: PlannedRun) -> None:
         async with slots, turn(run.config.runtime.pool):
@@ -137,16 +138,23 @@ async def _train_all(name: str, runs: Sequence[PlannedRun], limit: int, turn: Tu
             except NonFiniteError as error:
                 if len(runs) == 1:
                     raise
+                folder.write(_diverged(run), str(error).encode())
                 get_run_logger().warning("stage %s: %s diverged, and is left out: %s", name, run, error)
 
     unfinished = [run for run in runs if finished_summary(run.config, run.run_id) is None]
-    tasks = [asyncio.ensure_future(train_one(run)) for run in unfinished]
+    waiting = [run for run in unfinished if folder.size(_diverged(run)) is None]
+    tasks = [asyncio.ensure_future(train_one(run)) for run in waiting]
     try:
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _diverged(run: PlannedRun) -> str:
+    """Return the name of the pipeline's file that says why a run is left out."""
+    return f"{run.run_id}.diverged"
 
 
 def _train_flow(run: PlannedRun) -> Flow[[RunConfig, str], Coroutine[Any, Any, RunSummary]]:
@@ -238,12 +246,14 @@ def _failures(plan: PipelinePlan, best: dict[str, PlannedRun], accuracy: float |
     gate = plan.config.gate
     assert gate is not None
     failed = [
-        f"{what} {value:.4f} is less than gate.{key} = {limit:g}"
+        f"{what} is unknown, as its run has no evaluation of the model before and after; set gate.data_path"
+        if value is None
+        else f"{what} {value:.4f} is less than gate.{key} = {limit:g}"
         for what, key, value, limit in (
             ("accuracy", "min_accuracy", accuracy, gate.min_accuracy),
             ("gain", "min_gain", gain, gate.min_gain),
         )
-        if limit is not None and value is not None and value < limit
+        if limit is not None and (value is None or value < limit)
     ]
     if gate.query is not None:
         finished = [run for run in plan.all_runs if run.directory.summary() is not None]

@@ -247,6 +247,8 @@ def _check_unchanged(plan: PipelinePlan) -> None:
             changed.append(f"stages.{name}.best")
         keys = {key for pair in zip(old, new, strict=True) for key in _rejected(*(run.config for run in pair))}
         changed += [f"{key} of stage {name}" for key in sorted(keys)]
+    if before.config.export.dtype != plan.config.export.dtype and plan.model_of(plan.config.last_stage).exists():
+        changed.append("export.dtype")
     if changed:
         raise RunError(
             f"pipeline {plan.pipeline_id} can't go on with a different {', '.join(sorted(changed))}: that would be "

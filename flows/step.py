@@ -52,6 +52,7 @@ from rl_core.telemetry import packing
 from rl_core.views import with_groups
 from schemas.batch import BatchHandle
 from schemas.config.changes import scoring_digest
+from schemas.errors import RayLostError, WorkerLostError
 from schemas.metrics import merge_metrics, values
 from schemas.placement import GpuPhase, PhaseMemory
 from schemas.rollout import RolloutHandle
@@ -220,9 +221,11 @@ async def run_step(run: RunHandle, policy: PolicyHandle, notice: Notice) -> Step
             open_step(run, policy)
         with traced_step(policy.step):
             report = await _run_stages(run, policy, phase, notice)
-    except BaseException:
-        if holds_lock(RunDirectory.of(run)):  # else another driver works on the step
-            clear_step(run, policy.step)
+    except BaseException as error:
+        # Without a worker, or ended from outside, a step goes on from what its stages have stored, as after a kill.
+        is_ended = isinstance(error, WorkerLostError | RayLostError) or not isinstance(error, Exception)
+        if not (is_ended and run.config.store.is_durable) and holds_lock(RunDirectory.of(run)):
+            clear_step(run, policy.step)  # and if another driver holds it, that one works on the step
         raise
     # The step is finished once this line is on disk; only then may its columns be released.
     RunDirectory.of(run).metrics.append_step(report)

@@ -4,6 +4,8 @@ A step reads them once, and stores them as rows of its own: whatever is done wit
 replay or a bundle, doesn't depend on the steps that they come from.
 """
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -22,16 +24,21 @@ from rl_core.columns.jagged import BRANCH_COLUMNS, unbranched
 from rl_core.rollout.reuse import draw_groups, reusable_steps
 from rl_core.views import decode_ints, select
 from schemas.batch import BatchHandle
+from schemas.config.changes import rejected_changes
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
 from schemas.rollout import ReusedGroup
 from schemas.step import RunHandle
 
+# What stored rows have of a run's settings, and a later step of a fork with other ones would not.
+_OF_ROWS = re.compile(r"reward\b.*|distillation\.teachers\.\w+(\.(prompt|data_sources))?")
+_ADVICE = "leave that as it was, or give the fork data.reuse=null"
+
 
 def choose_groups(run: RunHandle, step: int) -> tuple[ReusedGroup, ...]:
     """Return the groups that `step` takes from stored steps, a function of (seed, step) and what these have sampled.
 
-    They are drawn among all groups with variance: the others have advantages of 0.
+    They are drawn among all groups with variance, as the others have advantages of 0; with teachers, among all.
 
     Raises:
         RunError: A step whose groups it may take is not kept.
@@ -42,7 +49,9 @@ def choose_groups(run: RunHandle, step: int) -> tuple[ReusedGroup, ...]:
         return ()
     # A finished step of another run stays as it is; one of its own may be run again.
     find = _find_groups if reuse.run is None else _find_groups_once
-    found = [group for each in reusable_steps(run.config, step) for group in find(_source(run, each).url, each)]
+    has_teachers = run.config.distillation is not None
+    steps = reusable_steps(run.config, step)
+    found = [group for each in steps for group in find(_source(run, each).url, each, equal_too=has_teachers)]
     return draw_groups(found, reuse.num_groups, run.config.seed, step)
 
 
@@ -96,14 +105,14 @@ def check_source(config: RunConfig, num_positions: int) -> RunDirectory | None:
         num_positions: The most tokens of a sequence that the model accepts.
 
     Raises:
-        RunError: There is no such run, a step is not finished or not kept, or its rows have other columns or are too
-            long.
+        RunError: There is no such run, a step is not finished or not kept, or its rows have other columns, are too
+            long, or have no teacher.
     """
     reuse = config.data.reuse
     if reuse is None or reuse.run is None or reuse.steps is None:
         return None
     source = RunDirectory.open(reuse.run, config.runtime.runs_dir)
-    _check_kinds(config, source.config(), source.run_id)
+    _check_kinds(config, source, "choose a data.reuse.run that agrees with it")
     finished = {report.step for report in source.metrics.steps()}
     if missing := [step for step in range(*reuse.steps) if step not in finished]:
         raise RunError(
@@ -111,37 +120,60 @@ def check_source(config: RunConfig, num_positions: int) -> RunDirectory | None:
             f"has not finished; finished: {', '.join(ranges(sorted(finished))) or 'none'}"
         )
     for step in range(*reuse.steps):
-        batch = _open(owner_of(source, step), step)[1]
+        store, batch = _open(owner_of(source, step), step)
         longest = int((decode_ints(batch.prompt_lengths) + decode_ints(batch.response_lengths)).max())
         _check_length(config, source.run_id, step, longest, num_positions)
+        _check_sources(config, source.run_id, store, batch)
     return source
 
 
 def check_parent(config: RunConfig, parent: RunDirectory, step: int) -> None:
-    """Check that the steps whose groups a fork after `step` takes at its start are kept.
+    """Check that the steps whose groups a fork after `step` takes at its start are kept, and are what it trains on.
 
     Raises:
-        RunError: One isn't.
+        RunError: One isn't; or its rows have other columns, rewards, or prompts of teachers than the fork's own.
     """
     if config.data.reuse is None or config.data.reuse.max_age is None:
         return
     for each in reusable_steps(config, step):
-        _open(owner_of(parent, each), each)
+        owner = owner_of(parent, each)
+        _check_kinds(config, owner, _ADVICE)
+        if changed := list(filter(_OF_ROWS.fullmatch, rejected_changes(owner.config(), config))):
+            raise RunError(
+                f"data.reuse: the groups of run {owner.run_id} have another {', '.join(changed)} than this one, which "
+                f"would train on them for up to max_age = {config.data.reuse.max_age} steps; {_ADVICE}"
+            )
+        _open(owner, each)
 
 
-def _check_kinds(config: RunConfig, source: RunConfig, run_id: str) -> None:
-    for key, values in {
-        "environment": tuple(bool(each.environments) for each in (config, source)),
-        "rollout.router_replay": tuple(each.rollout.router_replay for each in (config, source)),
-        "rollout.sampling_mask": tuple(each.rollout.sampling_mask for each in (config, source)),
-        "runtime.max_staleness above 1": tuple(each.runtime.max_staleness > 1 for each in (config, source)),
+def _check_kinds(config: RunConfig, source: RunDirectory, advice: str) -> None:
+    both = config, source.config()
+    for key, (own, other) in {
+        "environment": [bool(each.environments) for each in both],
+        "rollout.router_replay": [each.rollout.router_replay for each in both],
+        "rollout.sampling_mask": [each.rollout.sampling_mask for each in both],
+        "prompts of teachers": [each.distillation is not None and each.distillation.has_prompts for each in both],
+        "runtime.max_staleness above 1": [each.runtime.max_staleness > 1 for each in both],
     }.items():
-        if values[0] != values[1]:
+        if own != other:
             has = ["has", "has no"]
             raise RunError(
-                f"data.reuse.run: run {run_id} {has[not values[1]]} {key}, but this one {has[not values[0]]}, so that "
-                "their rows have different columns; choose a run that agrees with it"
+                f"data.reuse: run {source.run_id} {has[not other]} {key}, but this one {has[not own]}, so that "
+                f"their rows have different columns; {advice}"
             )
+
+
+def _check_sources(config: RunConfig, run_id: str, store: FsspecColumnStore, batch: BatchHandle) -> None:
+    distillation = config.distillation
+    if distillation is None or all(not teacher.data_sources for teacher in distillation.teachers.values()):
+        return
+    infos = filter(None, store.read(batch, ["info"])["info"].to_pylist())
+    found = {json.loads(info)["data_source"] for info in infos}
+    if lacking := sorted(each for each in found if distillation.teacher_of(each) is None):
+        raise RunError(
+            f"data.reuse.run: step {batch.step} of run {run_id} has rows of the data source {lacking[0]!r}, which has "
+            "no teacher; name it in data_sources of one of distillation.teachers, or choose other data.reuse.steps"
+        )
 
 
 def _check_length(config: RunConfig, run_id: str, step: int, longest: int, num_positions: int) -> None:
@@ -173,15 +205,19 @@ def _open(directory: RunDirectory, step: int) -> tuple[FsspecColumnStore, BatchH
     return store, batch
 
 
-def _find_groups(place: str, step: int) -> tuple[ReusedGroup, ...]:
-    """Return the groups with different rewards that a run sampled in a step, not those that it reused itself."""
+def _find_groups(place: str, step: int, *, equal_too: bool) -> tuple[ReusedGroup, ...]:
+    """Return the groups with different rewards, or all, that a run sampled in a step, not those that it reused."""
     directory = RunDirectory(place)
     store, batch = _open(directory, step)
     columns = store.read(batch, ["group_id", "reward"])
     ids, rewards = (columns[name].to_numpy() for name in columns.schema.names)
     own = ids < directory.config().first_reused_group
-    is_equal = find_equal(rewards[own].astype(np.float64), ids[own], int(ids[own].max(initial=-1)) + 1)
-    return tuple(ReusedGroup(step=step, group=group) for group in np.flatnonzero(~is_equal).tolist())
+    if equal_too:
+        groups = np.unique(ids[own])
+    else:
+        is_equal = find_equal(rewards[own].astype(np.float64), ids[own], int(ids[own].max(initial=-1)) + 1)
+        groups = np.flatnonzero(~is_equal)
+    return tuple(ReusedGroup(step=step, group=group) for group in groups.tolist())
 
 
 _find_groups_once = lru_cache(maxsize=None)(_find_groups)

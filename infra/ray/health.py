@@ -122,6 +122,9 @@ class _Monitor:
                 except (ray.exceptions.RayError, RayLostError) as error:  # its callers get the same error
                     logger.debug("%s does not answer: %s", name, error)
                     self._forget(name)
+                except Exception:  # the others are pinged all the same, or all would end without a driver
+                    logger.exception("worker %s can't be monitored", name)
+                    self._forget(name)
 
     def _check(self, name: str) -> None:
         ping = self._pings.get(name)
@@ -144,7 +147,7 @@ class _Monitor:
         )
         node, process_id = self._processes.get(name, ("", 0))
         if node == ray.get_runtime_context().get_node_id():
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):  # it is gone, or its Ray is another user's
                 os.kill(process_id, signal.SIGKILL)  # Ray asks the process itself to exit, which a stopped one can't
         ray.kill(actor)
         self._forget(name)

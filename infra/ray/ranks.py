@@ -1,7 +1,8 @@
 """The ranks of one sharded worker, seen from the driver: called and killed as one."""
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 from infra.ray.actors import kill_actors, resolve
@@ -10,16 +11,19 @@ from schemas.errors import PipelineError, VersionError, WorkerLostError
 
 GRACE_SECONDS = 5  # for the other ranks to report their own errors once one has failed
 
+logger = logging.getLogger(__name__)
+
 
 class WorkerGroup:
     """All ranks of the run's policy, reference or a teacher.
 
     Args:
         ranks: The ranks' actors by name, in rank order.
+        may_kill: Whether they are still this driver's, and not by now those of another one that has taken over.
     """
 
-    def __init__(self, ranks: Mapping[str, Any]) -> None:
-        self._names, self.ranks = tuple(ranks), tuple(ranks.values())
+    def __init__(self, ranks: Mapping[str, Any], may_kill: Callable[[], bool]) -> None:
+        self._names, self.ranks, self._may_kill = tuple(ranks), tuple(ranks.values()), may_kill
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all ranks; return the results in rank order.
@@ -41,7 +45,7 @@ class WorkerGroup:
             raise
         except BaseException as error:
             await asyncio.wait(calls, timeout=GRACE_SECONDS)
-            self.kill()
+            self.kill_after_error()
             # A rank that fails with an error of its own makes the others fail too: its error is the cause.
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             causes = [outcome for outcome in outcomes if _is_cause(outcome)]
@@ -52,6 +56,15 @@ class WorkerGroup:
     def kill(self) -> None:
         """Kill all ranks, and wait until their names are free again."""
         kill_actors(self._names)
+
+    def kill_after_error(self) -> None:
+        """Kill all ranks if they are this driver's; that it fails is logged, so that the error itself is raised."""
+        if not self._may_kill():
+            return
+        try:
+            self.kill()
+        except PipelineError as error:  # whoever looks the group up finds what is left of it
+            logger.warning("after another error: %s", error)
 
 
 def _shared(arg: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import IO, NoReturn
 
 from infra.storage.lease import Driver, Lease, held_lease, observe_driver
 from infra.storage.runs import RunDirectory
-from schemas.errors import RunError
+from schemas.errors import ConfigError, RunError
 
 PROBE_SECONDS = 0.2  # for which `is_driven` of other processes may hold the lock
 _POLL_SECONDS = 1.0
@@ -153,9 +153,18 @@ def _advice(directory: RunDirectory) -> str:
 
 
 def _try_lock(file: IO[str], operation: int) -> bool:
-    """Lock a file until it is closed; return False if another process holds a lock that excludes this one."""
+    """Lock a file until it is closed; return False if another process holds a lock that excludes this one.
+
+    Raises:
+        ConfigError: Its file system has no locks.
+    """
     try:
         fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise ConfigError(
+            f"{file.name} can't be locked, which keeps two drivers apart: {error}; mount its file system with flock "
+            "(Lustre: -o flock), or choose a folder on another one (runtime.runs_dir)"
+        ) from None
     return True

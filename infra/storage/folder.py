@@ -235,6 +235,19 @@ class Folder:
         except FileNotFoundError:
             return
 
+    def remove_all(self, names: Sequence[str]) -> None:
+        """Remove several files, as far as they exist: at the same time, or by one request, if the file system can."""
+        if self.is_local or not names:
+            for name in names:
+                self.remove(name)
+            return
+        try:
+            with self._reached():
+                self._fs.rm([self._path(name) for name in names])
+        except FileNotFoundError:  # of one of them
+            for name in names:
+                self.remove(name)
+
     def remove_folder(self, name: str) -> None:
         """Remove a subfolder with everything in it, if it exists; one that is being written to stays."""
         with suppress(OSError), self._reached():

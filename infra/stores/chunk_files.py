@@ -266,8 +266,9 @@ class ChunkFiles:
 
     def clear(self, step: int) -> None:
         """Remove all files of a step: records first, then bytes."""
-        for path in sorted(self._folder.sizes(step_folder(step)), key=lambda path: path.endswith(DATA_SUFFIX)):
-            self._folder.remove(path)
+        paths = list(self._folder.sizes(step_folder(step)))
+        for has_data in (False, True):
+            self._folder.remove_all([path for path in paths if path.endswith(DATA_SUFFIX) is has_data])
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder, in order."""

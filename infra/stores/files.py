@@ -206,6 +206,8 @@ class FsspecColumnStore(ColumnStore):
         return check_same_content(record.ref, decode(self._load(record.ref)), columns)
 
     def _wait_for_capacity(self, key: ChunkKey, num_bytes: int) -> None:
+        if self._capacity_bytes == NO_LIMIT:
+            return
         deadline = time.monotonic() + self._put_timeout
         while True:
             held = {step: self._files.bytes_by_step(step_folder(step))[step] for step in self.open_steps()}

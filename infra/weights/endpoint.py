@@ -71,13 +71,16 @@ class WeightSyncEndpoint:
     def join(self, group: ProcessGroupHandle, rank: int, *, on_gpus: bool) -> None:
         """Join a group, by NCCL if `on_gpus`, else by gloo; leave the previous one.
 
+        It waits half as long for a member as the policy's ranks wait for each other: the sender goes on to gather the
+        weights with them before they give up.
+
         Raises:
             WorkerLostError: The other members did not join in time.
         """
         if self._group is not None:
             self._group.leave()
         host, device = ray.util.get_node_ip_address(), self._device if on_gpus else torch.device("cpu")
-        self._group = WeightGroup(group, rank, host, device, self._config.timeouts.collective_seconds)
+        self._group = WeightGroup(group, rank, host, device, self._config.timeouts.collective_seconds / 2)
 
     @contextmanager
     def leave_on_error(self) -> Iterator[None]:

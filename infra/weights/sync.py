@@ -5,7 +5,7 @@ How they are sent is chosen by where the workers are.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -110,10 +110,12 @@ async def sync_weights(
         route = group.route.replace(is_complete=any(state.version is None for state in stale.values()))
         sends = (call(rank, "send_weights", version, route) for rank in policy.ranks)
         loads = (call(worker, "load_weights", version, route.transport) for worker in stale)
-        outcomes = await _all_of(*sends, *loads)
+        outcomes = await asyncio.gather(*sends, *loads, return_exceptions=True)
+        if any(isinstance(outcome, WorkerLostError) for outcome in outcomes[1 : len(policy.ranks)]):
+            policy.kill_after_error()  # its ranks have lost each other, not only a receiver
+        results = _results(outcomes)
         _groups[policy.ranks] = group
-        sent, *_ = outcomes
-        return WeightsTransfer.of(route.transport, sent, outcomes[len(policy.ranks) :])
+        return WeightsTransfer.of(route.transport, results[0], results[len(policy.ranks) :])
 
 
 async def _form_group(config: RunConfig, sender: Any, workers: Mapping[Any, WeightGroupMember]) -> _Group:
@@ -123,13 +125,12 @@ async def _form_group(config: RunConfig, sender: Any, workers: Mapping[Any, Weig
     )
     route, members = choose_route(config.weights.transport, [state, *workers.values()]), [sender, *workers]
     joins = (call(each, "init_weight_group", rendezvous, rank, route.on_gpus) for rank, each in enumerate(members))
-    await _all_of(*joins)
+    _results(await asyncio.gather(*joins, return_exceptions=True))
     return _Group(tuple(workers), route)
 
 
-async def _all_of(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Wait for all calls; if some fail, raise the error of one that did not just lose the others."""
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+def _results(outcomes: Sequence[Any]) -> Sequence[Any]:
+    """Return the results of calls; if some have failed, raise the error of one that did not just lose the others."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if errors:
         raise min(errors, key=lambda error: isinstance(error, WorkerLostError))

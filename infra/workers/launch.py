@@ -12,6 +12,8 @@ from infra.ray import health
 from infra.ray.actors import call, create_actor, find_actor, find_actors, kill_actors
 from infra.ray.pool import WorkerPool
 from infra.ray.ranks import WorkerGroup
+from infra.storage.driver_lock import holds_lock
+from infra.storage.runs import RunDirectory
 from infra.workers.actor import PlacedActor, actor_class
 from infra.workers.layout import Role, frozen_groups, num_workers, worker_name, worker_numbers
 from infra.workers.placement import place, release
@@ -135,7 +137,7 @@ async def get_group(run: RunHandle, role: Role, numbers: range | None = None) ->
     missing = [rank for rank in numbers if rank not in found]
     created = await asyncio.gather(*(_create_worker(run, role, rank) for rank in missing))
     found.update(zip(missing, created, strict=True))
-    group = WorkerGroup({worker_name(run.identity, role, rank): found[rank] for rank in numbers})
+    group = _group(run, {worker_name(run.identity, role, rank): found[rank] for rank in numbers})
     incarnations = set(await group.call("incarnation"))
     if len(incarnations) == 1 and "" not in incarnations:
         return group
@@ -152,7 +154,11 @@ def find_group(run: RunHandle, role: Role, numbers: range | None = None) -> Work
     numbers = range(num_workers(run.config)[role]) if numbers is None else numbers
     found = find_workers(run, role)
     ranks = {worker_name(run.identity, role, rank): found[rank] for rank in numbers if rank in found}
-    return WorkerGroup(ranks) if len(ranks) == len(numbers) else None
+    return _group(run, ranks) if len(ranks) == len(numbers) else None
+
+
+def _group(run: RunHandle, ranks: dict[str, Any]) -> WorkerGroup:
+    return WorkerGroup(ranks, may_kill=lambda: holds_lock(RunDirectory.of(run)))
 
 
 def kill_workers(identity: str, config: RunConfig) -> None:

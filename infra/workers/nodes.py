@@ -53,7 +53,7 @@ def check_nodes(directory: RunDirectory, config: RunConfig) -> None:
     own = ray.get_runtime_context().get_node_id() if directory.is_local else None
     nodes = {node: address for node, address in living_nodes().items() if node != own}
     paths = [path for path in (os.getcwd(), *_inputs(config)) if os.path.exists(path)]
-    task = ray.remote(num_cpus=0, max_retries=0)(report_node)
+    task, began = ray.remote(num_cpus=0, max_retries=0)(report_node), time.time()
     refs = {
         node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
             directory.url, paths
@@ -73,7 +73,7 @@ def check_nodes(directory: RunDirectory, config: RunConfig) -> None:
             raise ConfigError(f"{place} can't run Sluice: {describe(cause)}; install it there") from None
         except ray.exceptions.RayError:  # the node is gone by now
             continue
-        if problem := find_problem(here, found, directory):
+        if problem := find_problem(here, found, directory, began):
             raise ConfigError(f"{place} {problem}")
 
 
@@ -95,8 +95,15 @@ def report_node(directory: str, paths: list[str]) -> NodeReport:
     )
 
 
-def find_problem(here: NodeReport, there: NodeReport, directory: RunDirectory) -> str:
-    """Return what keeps a run from using a node; empty if nothing does."""
+def find_problem(here: NodeReport, there: NodeReport, directory: RunDirectory, began: float) -> str:
+    """Return what keeps a run from using a node; empty if nothing does.
+
+    Args:
+        here: What the driver's node has, asked after all others.
+        there: What the node has.
+        directory: The run.
+        began: Unix time on the driver's node before any was asked.
+    """
     if (here.version, here.python) != (there.version, there.python):
         return (
             f"has Sluice {there.version} on Python {there.python}, the driver has {here.version} on {here.python}; "
@@ -114,9 +121,9 @@ def find_problem(here: NodeReport, there: NodeReport, directory: RunDirectory) -
         )
     if there.missing:
         return f"lacks {there.missing[0]}; copy it there, at the same path, or put it on a file system that is shared"
-    if abs(difference := there.time - here.time) > MAX_CLOCK_SECONDS:
-        word = "ahead of" if difference > 0 else "behind"
-        return f"has a clock {abs(difference):.0f} s {word} the driver's; synchronize them (NTP)"
+    for word, difference in (("ahead of", there.time - here.time), ("behind", began - there.time)):
+        if difference > MAX_CLOCK_SECONDS:
+            return f"has a clock {difference:.0f} s {word} the driver's, or more; synchronize them (NTP)"
     return ""
 
 

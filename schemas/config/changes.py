@@ -55,7 +55,8 @@ CHANGEABLE = (
 )
 # Of a reward model in a sum, of a teacher, and of a container.
 OF_PARTS = re.compile(
-    r"reward\.parts\.\w+\.reward\.num_workers|distillation\.teachers\.\w+\.num_ranks|environment\.sandbox\.program"
+    r"reward\.parts\.\w+\.reward\.num_workers|distillation\.teachers\.\w+\.(num_ranks|max_prompt_tokens)"
+    r"|environment\.sandbox\.program"
 )
 FIXED = ("runtime.max_staleness",)
 # Those of them on which log-probs and plans depend: who computes them, and in which micro-batches.

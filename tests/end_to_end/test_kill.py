@@ -89,8 +89,17 @@ class KilledRun:
         """Kill the driver once it has passed a stage; return what it had printed."""
         self.stand_after(step, stage)
         printed = self.driver.kill()
-        self._left_step, self._left_entries = step, self.run.entries(step)
+        self._keep_entries(step)
         return printed
+
+    def kill_worker(self, role: str) -> None:
+        """Kill the worker of a role, under the driver, which stands in a step."""
+        self._keep_entries(self.run.num_done)
+        assert self._workplace.kill_worker(role) == 1
+        self.driver.resume()
+
+    def _keep_entries(self, step: int) -> None:
+        self._left_step, self._left_entries = step, self.run.entries(step)
 
     def resume(self, *overrides: str) -> Command:
         """Have another driver go on."""
@@ -98,7 +107,7 @@ class KilledRun:
         return self.driver
 
     def _check_entries(self) -> None:
-        """Check that no stage that a killed driver committed is run again, as long as its step is not done."""
+        """Check that no stage that was committed at a kill is run again, as long as its step is not done."""
         if not self._left_entries:
             return
         now = self.run.entries(self._left_step)
@@ -113,12 +122,11 @@ def killed(workplace: Workplace, expected: Run) -> KilledRun:
 
 
 @pytest.fixture(scope="module")
-def living(workplace: Workplace, killed: KilledRun) -> str:
+def living(killed: KilledRun) -> str:
     """What the first driver printed; workers are killed under it, and then it is, after an update."""
     for step, role in enumerate(ROLES, start=1):
         killed.stand_in_step(step)
-        assert workplace.kill_worker(role) == 1
-        killed.driver.resume()
+        killed.kill_worker(role)
     return killed.kill_driver(len(ROLES) + 1, "update")
 
 

@@ -207,3 +207,4 @@ def test_a_deployment_of_a_pipeline_is_scheduled_and_a_run_that_diverges_is_left
     summaries = [place.run(f"{pipeline_id}-grpo-{number}").summary() for number in (1, 2)]
     assert [summary is None for summary in summaries] == [True, False]
     assert {run.state_name for run in children(place, pipeline_id).values()} == {"Failed", "Completed"}
+    assert "not finite" in (place.folder / f"swept/{pipeline_id}/{pipeline_id}-grpo-1.diverged").read_text()

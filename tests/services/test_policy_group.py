@@ -21,7 +21,7 @@ from infra.ray.actors import call
 from infra.ray.ranks import WorkerGroup
 from infra.stores.open import open_store
 from infra.weights.endpoint import WeightSyncEndpoint
-from infra.workers.launch import get_group
+from infra.workers.launch import find_group, get_group, worker_name
 from infra.workers.placement import check_resources
 from infra.workers.policy import PolicyWorker
 from rl_core.planning import plan_forward
@@ -210,6 +210,46 @@ def test_a_non_finite_loss_on_one_rank_stops_both_before_either_steps(pair: Trai
     asyncio.run(poison())
     (saved,) = (Path(pair.run.directory) / "non_finite").glob(f"step-{STEPS:06d}-rank-1.arrow")
     assert pa.ipc.open_file(saved).read_all().num_rows == 1
+
+
+def test_a_cancelled_call_ends_the_group_unless_another_driver_has_taken_over(pair: Trained) -> None:
+    async def cancel(group: WorkerGroup) -> None:
+        called = asyncio.create_task(group.call("handle"))
+        await asyncio.sleep(0)
+        called.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await called
+
+    async def cancel_both() -> None:
+        two = await trained_group(pair.run)
+        taken = {worker_name(pair.run.identity, "policy", rank): actor for rank, actor in enumerate(two.ranks)}
+        running = pids(two)
+        await cancel(WorkerGroup(taken, may_kill=lambda: False))
+        assert pids(two) == running
+        await cancel(two)
+        assert find_group(pair.run, "policy") is None
+
+    asyncio.run(cancel_both())
+
+
+def test_what_one_rank_finds_damaged_no_rank_loads(runs: Runs) -> None:
+    run = runs.make("damaged", 2, STEPS)
+
+    async def save_and_start_again() -> int:
+        two = await get_group(run, "policy")
+        for step in range(2):
+            await train_step(run, two, step)
+            await two.call("save", step + 1)
+        await two.call("finish_saving")
+        two.kill()
+        file = max((Path(run.directory) / "policy/step-000002").glob("rank-*"))
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        two = await get_group(run, "policy")
+        return (await two.call("handle"))[0].version
+
+    assert asyncio.run(save_and_start_again()) == 1
 
 
 def test_one_rank_resumes_from_a_checkpoint_of_two(runs: Runs, alone: Trained, pair: Trained) -> None:

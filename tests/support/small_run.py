@@ -127,6 +127,7 @@ def rollout_columns(step: int, shard: int) -> pa.RecordBatch:
         "finish_reason": pa.array(reasons),
         "group_id": pa.array(groups, type=pa.int32()),
         "policy_version": pa.array([step] * len(samples), type=pa.int32()),
+        "info": pa.array(['{"data_source": "words"}'] * len(samples)),
     }
     return pa.record_batch({name: arrays[name] for name in DTYPES})
 

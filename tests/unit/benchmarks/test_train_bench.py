@@ -25,7 +25,8 @@ def test_what_it_reports() -> None:
     total = 8 * 16 + sum(Case.of(QUICK, 2, 4).responses)
     assert alone["token_ratio"] == 1
     assert grouped["token_ratio"] == pytest.approx(total / (total - 6 * 16))
+    assert alone["work_ratio"] == 1 < grouped["work_ratio"] < grouped["token_ratio"]
     for case in (alone, grouped):
         assert case["speedup"] == pytest.approx(case["seconds_apart"] / case["seconds"])
-        assert case["of_tokens"] == pytest.approx(case["speedup"] / case["token_ratio"])
+        assert case["of_work"] == pytest.approx(case["speedup"] / case["work_ratio"])
         assert min(case.values()) > 0

@@ -185,6 +185,14 @@ def test_a_gate_says_what_is_missing(folder: Path, gate: dict[str, object], fail
     assert failure is None or failure in failed[0]
 
 
+@pytest.mark.parametrize("key", ["min_accuracy", "min_gain"])
+def test_a_gate_doesn_t_pass_what_was_not_evaluated(folder: Path, key: str) -> None:
+    plan = planned("stages.grpo.sweep={}", f"gate={{{key}=0.0}}")
+    (failed,) = _failures(plan, {"grpo": plan.runs["grpo"][0]}, None, None)
+    assert "is unknown" in failed
+    assert "set gate.data_path" in failed
+
+
 def test_a_gate_s_query_must_be_true_or_false(folder: Path) -> None:
     plan = planned("stages.grpo.sweep={}", "gate={query='select 0.7'}")
     (run,) = plan.runs["grpo"]
@@ -212,3 +220,13 @@ def test_what_may_change_when_a_pipeline_goes_on(folder: Path, overrides: tuple[
     with nullcontext() if change is None else expected:
         _check_unchanged(planned(*overrides))
     _check_unchanged(planned(*overrides, pipeline_id="two"))
+
+
+def test_the_dtype_of_a_model_that_is_written_may_not_change(folder: Path) -> None:
+    before = planned()
+    before.folder.mkdir(parents=True)
+    (before.folder / "pipeline.json").write_text(before.model_dump_json())
+    _check_unchanged(planned("export.dtype=bfloat16"))
+    before.model_of("grpo").mkdir()
+    with pytest.raises(RunError, match=r"can't go on with a different export\.dtype:"):
+        _check_unchanged(planned("export.dtype=bfloat16"))

@@ -15,15 +15,19 @@ def test_a_node_that_lacks_something_is_named(tmp_path: Path) -> None:
     assert here.missing == (str(tmp_path / "absent"),)
     assert here.run
     assert abs(here.time - time.time()) < MAX_CLOCK_SECONDS
-    assert find_problem(here, here.replace(missing=()), directory) == ""
-    assert "lacks" in find_problem(here, here, directory)
+    assert find_problem(here, here.replace(missing=()), directory, here.time) == ""
+    assert "lacks" in find_problem(here, here, directory, here.time)
     elsewhere = here.replace(run=report_node(str(tmp_path / "other"), []).run)
     assert f"doesn't see the run directory {directory.path}; set runtime.runs_dir" in find_problem(
-        here, elsewhere, directory
+        here, elsewhere, directory, here.time
     )
     older = here.replace(version="0.1.0", missing=())
-    assert "has Sluice 0.1.0 on Python" in find_problem(here, older, directory)
+    assert "has Sluice 0.1.0 on Python" in find_problem(here, older, directory, here.time)
     for offset, word in ((3600, "ahead of"), (-3600, "behind")):
         late = here.replace(time=here.time + offset, missing=())
-        assert f"has a clock 3600 s {word} the driver's; synchronize" in find_problem(here, late, directory)
+        assert f"has a clock 3600 s {word} the driver's, or more; synchronize" in find_problem(
+            here, late, directory, here.time
+        )
+    early = here.replace(time=here.time - 100, missing=())  # others needed long to answer
+    assert find_problem(here, early, directory, early.time - 10) == ""
     assert os.getcwd() not in here.missing

@@ -1,6 +1,8 @@
 """Groups of stored steps, taken from a small run's columns."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,9 +12,11 @@ from infra.storage.runs import RunDirectory
 from schemas.errors import RunError
 from schemas.rollout import ReusedGroup
 from schemas.step import RunHandle, StepReport
+from tests.support import small_run
 from tests.support.configs import run_config
 from tests.support.small_run import SAMPLES, columns_of, make_small_run
 
+FINISHED: dict[str, Any] = {"policy_version": 4, "metrics": {}, "seconds": 1.0, "seconds_by_phase": {}}
 ALL = [ReusedGroup(step=step, group=group) for step in (2, 3) for group in (0, 1)]  # all have variance
 
 
@@ -58,9 +62,8 @@ def test_a_fork_finds_the_steps_before_it_in_its_parent(tmp_path: Path) -> None:
 
 def test_another_runs_steps_are_checked_before_the_run_starts(tmp_path: Path) -> None:
     source = make_small_run(tmp_path)
-    finished = {"policy_version": 4, "metrics": {}, "seconds": 1.0, "seconds_by_phase": {}}
     for step in (1, 2, 3):
-        source.metrics.append_step(StepReport(step=step, **finished))
+        source.metrics.append_step(StepReport(step=step, **FINISHED))
     run = _run(RunDirectory.create(run_config(tmp_path), "own"), num_groups=9, run="demo", steps=(2, 4))
     assert check_source(run.config, 99) is not None
     assert choose_groups(run, 0) == choose_groups(run, 5) == tuple(ALL)
@@ -81,6 +84,40 @@ def test_another_runs_steps_are_checked_before_the_run_starts(tmp_path: Path) ->
     )
     with pytest.raises(RunError, match=r"run demo has no runtime.max_staleness above 1, but this one has"):
         check_source(stale, 99)
+
+
+def test_a_fork_takes_no_groups_with_other_columns_or_rewards(tmp_path: Path) -> None:
+    parent = make_small_run(tmp_path)
+    config = _run(parent, num_groups=9, max_age=2).config
+    masked = config.replace(rollout=config.rollout.replace(sampling_mask=True, top_p=0.9))
+    with pytest.raises(RunError, match=r"run demo has no rollout.sampling_mask, but this one has.*data.reuse=null"):
+        check_parent(masked, parent, 4)
+    rewarded = config.replace(reward={"kind": "math"})
+    with pytest.raises(RunError, match=r"groups of run demo have another reward.*max_age = 2 steps; .*data.reuse=null"):
+        check_parent(rewarded, parent, 4)
+    check_parent(rewarded.replace(data=config.data.replace(reuse=None)), parent, 4)
+    check_parent(config.replace(reward=config.reward.replace(timeout_seconds=9.0)), parent, 4)
+
+
+def test_teachers_train_on_groups_with_equal_rewards_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_run, "SAMPLES", [(*sample[:3], 0.5, None) for sample in SAMPLES])
+    parent = make_small_run(tmp_path)
+    run = _run(parent, num_groups=9, max_age=2)
+    assert choose_groups(run, 4) == ()
+    taught = run.config.replace(distillation={"teachers": {"big": {"path": "teacher"}}})
+    assert choose_groups(run.replace(config=taught), 4) == tuple(ALL)
+
+
+def test_rows_of_another_run_need_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(small_run.DTYPES, "info", "string")
+    source = make_small_run(tmp_path)
+    for step in (2, 3):
+        source.metrics.append_step(StepReport(step=step, **FINISHED))
+    config = _run(RunDirectory.create(run_config(tmp_path), "own"), num_groups=9, run="demo", steps=(2, 4)).config
+    for sources, lacking in ((["other"], True), (["words"], False), ([], False)):
+        taught = config.replace(distillation={"teachers": {"big": {"path": "teacher", "data_sources": sources}}})
+        with pytest.raises(RunError, match="rows of the data source 'words'") if lacking else nullcontext():
+            check_source(taught, 99)
 
 
 def _run(directory: RunDirectory, *, seed: int = 0, **reuse: object) -> RunHandle:

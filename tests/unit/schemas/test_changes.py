@@ -267,14 +267,15 @@ def test_the_workers_of_a_reward_model_in_a_sum_may_change() -> None:
     assert rejected_changes(begun, resumed["max_tokens"]) == [changes["max_tokens"]]
 
 
-def test_the_ranks_of_a_teacher_may_change() -> None:
+def test_the_ranks_of_a_teacher_and_what_its_prompts_may_take_may_change() -> None:
     begun = run_config(distillation={"teachers": {"big": {"path": "teacher"}}})
     resumed = {
         name: override_config(begun, [f"distillation.teachers.big.{name}={value}"], "demo")
-        for name, value in {"num_ranks": 7, "path": "other"}.items()
+        for name, value in {"num_ranks": 7, "max_prompt_tokens": 7, "path": "other"}.items()
     }
-    assert rejected_changes(begun, resumed["num_ranks"]) == []
-    assert sampling_digest(begun) == sampling_digest(resumed["num_ranks"])
+    for name in ("num_ranks", "max_prompt_tokens"):
+        assert rejected_changes(begun, resumed[name]) == []
+        assert sampling_digest(begun) == sampling_digest(resumed[name])
     assert rejected_changes(begun, resumed["path"]) == ["distillation.teachers.big.path"]
 
 
