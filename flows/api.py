@@ -17,7 +17,6 @@ from flows.pipeline_plan import check_pipeline, plan_pipeline
 from flows.preflight import check_start
 from flows.summary import finished_summary
 from flows.train import train
-from infra.models.load import check_weight_files
 from infra.ray.module_path import append_working_directory
 from infra.storage.runs import RunDirectory, new_run_id
 from rl_core.user_code import imported_now
@@ -86,7 +85,8 @@ async def train_run_async(
                     lambda: train(checked, run_id=run_id), checked.services.prefect_patience_seconds
                 )
             except Exception as error:
-                error.add_note(f"to resume, call train_run with run_id={run_id!r}, or: sluice resume {run_id}")
+                argument = RunDirectory.at(checked, run_id).argument
+                error.add_note(f"to resume, call train_run with run_id={run_id!r}, or: sluice resume {argument}")
                 raise
 
 
@@ -206,6 +206,4 @@ def _check(config: RunConfig, run_id: str) -> RunConfig:
     Raises:
         UserError: A part of it is not usable, or the run exists and is another one.
     """
-    config = check_start(config, RunDirectory.at(config, run_id))
-    check_weight_files(config.model)
-    return config
+    return check_start(config, RunDirectory.at(config, run_id))

@@ -20,6 +20,7 @@ from rl_core.planning import plan_forward
 from rl_core.rollout.evaluation import split_prompts, summarize, summarize_held_out
 from schemas.config.load import override_config
 from schemas.config.run import RunConfig
+from schemas.config.runtime import ApprovalConfig
 from schemas.errors import ConfigError, RunError
 from schemas.step import EvalReport, RunHandle
 
@@ -98,9 +99,14 @@ def _score_held_out(directory: RunDirectory, config: RunConfig) -> EvalReport:
 
 
 def _of_held_out(config: RunConfig, data_path: str | None, num_prompts: int | None) -> RunConfig:
+    """Return the config with these prompts, and without what takes no part: it may be gone, or not to be written to."""
     return config.replace(
-        data=config.data.replace(eval_path=data_path or config.data.eval_path),
+        data=config.data.replace(eval_path=data_path or config.data.eval_path, reuse=None),
         eval=config.eval.replace(num_prompts=num_prompts or config.eval.num_prompts),
+        distillation=None,
+        monitors=(),
+        approval=ApprovalConfig(),
+        runtime=config.runtime.replace(runs_dir=tempfile.gettempdir()),
     )
 
 

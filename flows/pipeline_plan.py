@@ -143,7 +143,6 @@ def check_pipeline(plan: PipelinePlan) -> None:
     from flows.export import DTYPES  # not at the top: torch is imported with these
     from flows.preflight import check, check_run, check_start
     from infra.history.sql import check_query
-    from infra.models.load import check_weight_files
 
     _check_folder(plan.config)
     _check_unchanged(plan)
@@ -164,9 +163,7 @@ def check_pipeline(plan: PipelinePlan) -> None:
                 if run.directory.exists:
                     check_start(run.config, run.directory)
                 else:
-                    config = plan.untrained(run.config, name)
-                    check_run(config)
-                    check_weight_files(config.model)
+                    check_run(plan.untrained(run.config, name))
     gate = plan.config.gate
     if gate is not None and gate.data_path is not None:
         with named("gate.data_path"):

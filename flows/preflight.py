@@ -25,6 +25,7 @@ from infra.history.reuse import check_source
 from infra.models.load import (
     build_meta_model,
     check_same_tokens,
+    check_weight_files,
     experts_dtype,
     load_tokenizer,
     max_positions,
@@ -127,6 +128,12 @@ def check_run(config: RunConfig, directory: RunDirectory | None = None) -> None:
     check_capacity(config, check(config, directory))
     if directory is not None:
         check_checkpoint(directory, config)
+    teachers = config.distillation.teachers.values() if config.distillation else ()
+    models = [each.model for each in teachers if each.model is not None]
+    if directory is None or config.model.lora is not None or config.kl.coef:  # else a checkpoint has all weights
+        models.append(config.model)
+    for model in {model.path: model for model in models}.values():
+        check_weight_files(model)
 
 
 def check_start(config: RunConfig, directory: RunDirectory) -> RunConfig:

@@ -76,11 +76,11 @@ async def _put(
         )
         return reused
     args = rollout.step, rollout.policy_version, shard.shard, shard.kept, parts
-    if (result := await call(worker, "put", *args)) is None:  # the worker doesn't hold the rows
+    if (result := await call(worker, "put", *args, shard.worker)) is None:  # the worker doesn't hold the rows
         schedules = find_schedules(run, policy.step)
         again = await generate_shard(run, policy, shard.shard, shard.groups, shard.begun, schedules, worker)
         _check_same_rows(shard, again.keep(shard.kept), f"shard {shard.shard} of step {rollout.step}")
-        result = await call(worker, "put", *args)
+        result = await call(worker, "put", *args, again.worker)
     return result
 
 

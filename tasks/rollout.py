@@ -130,15 +130,23 @@ async def _describe(
 
 
 def _find_begun(run: RunHandle, before: RolloutHandle) -> dict[int, Sequence[PartialGroups]]:
-    """Return what a rollout has left unfinished, by shard; nothing if a part of it is lost or damaged."""
-    store = open_store(run)
+    """Return what a rollout has left unfinished, by shard; nothing if it is lost or damaged, or of other shards."""
+    store, left = open_store(run), [shard for shard in before.shards if shard.unfinished]
+    shards = shard_groups(run.config.rollout, range(run.config.rollout.num_prompts), 0)
+    if any(tuple(shards.get(shard.shard, ())) != shard.groups for shard in left):
+        get_run_logger().warning(
+            "the unfinished rows of step %d were sampled in other batches than those of rollout.batch_prompts = %d",
+            before.step,
+            run.config.rollout.prompts_per_batch,
+        )
+        return {}
     try:
-        for part in (part for shard in before.shards for part in shard.unfinished):
+        for part in (part for shard in left for part in shard.unfinished):
             store.verify(part.batch)
     except StoreError as error:
         get_run_logger().warning("the unfinished rows of step %d can't be read: %s", before.step, error)
         return {}
-    return {shard.shard: shard.unfinished for shard in before.shards if shard.unfinished}
+    return {shard.shard: shard.unfinished for shard in left}
 
 
 def _count_results(

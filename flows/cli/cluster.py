@@ -22,7 +22,7 @@ from infra.workers.cluster_runs import cluster_runs, end_run
 from schemas.errors import RunError
 from schemas.placement import ClusterRun
 
-DRIVER_SECONDS = 60  # for a driver to end; it has ten for its workers and its store
+DRIVER_SECONDS = 60  # for a driver to end after its notice; it has ten for its workers and its store
 
 
 def print_cluster_runs(console: Console, address: str | None, services_dir: str, *, as_json: bool = False) -> None:
@@ -79,13 +79,14 @@ def _stop_driver(console: Console, directory: RunDirectory) -> bool:
         raise RunError(
             f"run {directory.run_id} is driven by {driver}: stop it there, or cancel its flow run in the Prefect UI"
         )
+    seconds = directory.config().timeouts.notice_seconds + DRIVER_SECONDS
     with console.status(f"waiting for the driver, {driver}"):
         os.kill(driver.pid, signal.SIGTERM)
-        deadline = time.monotonic() + DRIVER_SECONDS
+        deadline = time.monotonic() + seconds
         while is_driven(directory):
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"the driver of run {directory.run_id}, {driver}, did not end within {DRIVER_SECONDS} s; end it "
+                    f"the driver of run {directory.run_id}, {driver}, did not end within {seconds:g} s; end it "
                     f"with: kill -9 {driver.pid}; then stop the run again"
                 )
             time.sleep(0.2)

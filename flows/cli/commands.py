@@ -99,7 +99,6 @@ def train(
     from flows.lifecycle.secrets import take_secrets
     from flows.lifecycle.session import prefect_session
     from flows.preflight import check_run
-    from infra.models.load import check_weight_files
     from infra.storage.runs import RunDirectory
 
     config = _load(config_path, overrides or [])
@@ -108,7 +107,6 @@ def train(
         RunDirectory.require_absent(config, run_id)
     with console.status("checking model, data and reward"):
         check_run(config)
-        check_weight_files(config.model)
     with prefect_session(config.services, console):
         run_training(console, config, run_id)
 

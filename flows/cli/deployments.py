@@ -21,6 +21,7 @@ from flows.deployments.register import OTHER_OFFERS, Offer, config_offers, load_
 from flows.lifecycle.secrets import take_secrets
 from flows.lifecycle.session import prefect_session
 from flows.pipeline_plan import PipelinePlan, check_pipeline, is_pipeline
+from schemas.config.run import RunConfig
 from schemas.config.runtime import ServicesConfig
 from schemas.errors import ConfigError, ServiceError
 
@@ -52,8 +53,8 @@ class Reactions(NamedTuple):
     Attributes:
         notify: A notification block, TYPE/NAME, for stalled runs; None: no notification.
         stalled_minutes: Minutes without a finished step after which a run is stalled.
-        evaluate: Whether every checkpoint is evaluated.
-        export_to: The folder under which every checkpoint is exported; None: none is.
+        evaluate: Whether the newest checkpoint is evaluated after each one.
+        export_to: The folder under which each checkpoint is exported that is kept until then; None: none is.
     """
 
     notify: str | None
@@ -109,6 +110,10 @@ def deploy(console: Console, request: Request, work_pool: str, image: str | None
             f"--notify, --evaluate and --export-to are for runs, and {pipelines[0]} is a pipeline; leave them out, or "
             "deploy it on its own"
         )
+    if reactions.evaluate:
+        for name, config in load_configs(request.configs, request.overrides).items():
+            if isinstance(config, RunConfig) and config.data.eval_path is None:
+                raise ConfigError(f"--evaluate: {name} has no data.eval_path; set it, or leave --evaluate out")
     with prefect_session(services, console):
         asyncio.run(_deploy(console, request, schedule, work_pool, image, reactions))
         console.print(f"start a worker, if none runs: prefect worker start --pool {work_pool}", highlight=False)

@@ -82,8 +82,12 @@ def deploy(
     stalled_minutes: Annotated[
         float, typer.Option(help="Minutes without a finished step after which a run is stalled.", min=0.2)
     ] = 30,
-    evaluate: Annotated[bool, typer.Option("--evaluate", help="Evaluate every checkpoint.")] = False,
-    export_to: Annotated[str | None, typer.Option(help="Export every checkpoint under this folder.")] = None,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Evaluate the newest checkpoint after each one.")
+    ] = False,
+    export_to: Annotated[
+        str | None, typer.Option(help="Export each checkpoint that is kept until then under this folder.")
+    ] = None,
 ) -> None:
     """Create deployments of configs in a Prefect work pool; crashed runs are resumed, collapsed ones suspended."""
     from flows.cli.deployments import Reactions, Request, deploy

@@ -237,9 +237,9 @@ def _warnings(config: RunConfig, plan: StepPlan, most_store_bytes: int) -> tuple
 
 
 def check_capacity(config: RunConfig, prompts: PromptDataset) -> None:
-    """Check that the column store can hold a simulated step, and that this machine has the GPUs that are asked for.
+    """Check that the column store can hold a simulated step, and that this machine has the GPUs or cores that it needs.
 
-    A cluster's GPUs are only known once it is connected to.
+    A cluster's are only known once it is connected to.
 
     Args:
         config: The run.
@@ -249,7 +249,7 @@ def check_capacity(config: RunConfig, prompts: PromptDataset) -> None:
         UserError: It can't, or has too few, or the model or the data is not usable.
         PlanError: A row is over the token budget.
     """
-    if config.services.ray_address is None and config.runtime.device == "cuda":
+    if config.services.ray_address is None:
         decide_device(config, [torch.cuda.device_count()], os.cpu_count() or 1)
     measure_step(config, data=prompts).check_capacity()
 

@@ -143,6 +143,7 @@ async def verify_steps(session: ReplaySession, steps: Steps, report: Callable[[S
             found = compare_checkpoints(history.checkpoints, session.checkpoints, stored.step + 1)
             stages.append(StageDiff(stage="weights", differences=found))
         report(StepReplay(step=stored.step, stages=tuple(stages)))
+        stored.release()
 
 
 async def change_steps(
@@ -187,6 +188,7 @@ async def change_steps(
                     shifts=largest_shifts(stored, shifts, own, texts.of, NUM_SHIFTS),
                 )
             )
+            stored.release()
 
 
 async def _repeat(session: ReplaySession, stored: StoredStep) -> Move:

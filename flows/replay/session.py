@@ -87,6 +87,7 @@ class ReplaySession:
         await self._policy()
         for step in start.steps:
             await self.repeat(step)
+            step.release()
 
     async def rewind(self, checkpoints: CheckpointStore, version: int) -> None:
         """Have the policy hold a version, whichever it holds now; all checkpoints but that one are removed.

@@ -13,7 +13,7 @@ from schemas.step import RunEvent, StepReport
 from schemas.summary import LengthHistogram
 
 HEIGHT, TALL = 260, 340
-MAX_BLOCKS = 300
+MAX_BLOCKS, MAX_LINE_POINTS = 300, 2000
 COLORS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bc4c00", "#57606a", "#bf3989", "#1b7c83", "#9a6700", "#6e7781")
 EVENT_COLORS = {"fork": "#8250df", "resume": "#57606a", "restart": "#cf222e"}
 
@@ -29,14 +29,16 @@ class Line:
 
 
 def line_chart(title: str, lines: Iterable[Line], events: Iterable[RunEvent] = ()) -> Chart:
-    """Draw lines over steps, with a vertical line at each fork, resume and restart."""
+    """Draw lines over steps, with a vertical line at each fork, resume and restart; of long ones, every n-th point."""
     figure, drawn = go.Figure(), list(lines)
     for number, line in enumerate(drawn):
         color = COLORS[number % len(COLORS)]
         is_single = len(line.x) == 1  # a line of one point would be invisible
+        stride = -(-len(line.x) // MAX_LINE_POINTS) or 1
+        shown = slice((len(line.x) - 1) % stride, None, stride)  # the last one is among them
         figure.add_scatter(
-            x=list(line.x),
-            y=list(line.y),
+            x=list(line.x[shown]),
+            y=list(line.y[shown]),
             name=label(line.name),
             mode="lines+markers" if line.has_markers or is_single else "lines",
             line={"color": color, "width": 1.6},

@@ -9,9 +9,9 @@ from typing import Self
 from infra.storage.run_list import RunState, run_state
 from infra.storage.runs import RunDirectory
 from schemas.config.run import RunConfig
-from schemas.step import EvalReport, RunEvent, RunSummary, StepReport, mean_of
+from schemas.step import EvalReport, RunEvent, RunSummary, StepReport, averaged_steps, mean_of
 
-WINDOW_STEPS = 10  # the first and the last steps that are compared
+WINDOW_STEPS = 10  # the last steps that alarms look at
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,15 @@ class RunRecord:
         found = [(step, value) for step, value in values if value is not None]
         return [step for step, _ in found], [value for _, value in found]
 
-    def window(self, name: str, last: bool) -> float | None:
-        """Return the mean of a metric over the first or the last `WINDOW_STEPS` steps; None if they lack it."""
-        steps = self.steps[-WINDOW_STEPS:] if last else self.steps[:WINDOW_STEPS]
-        return mean_of(steps, name)
+    def latest(self, name: str) -> float | None:
+        """Return the mean of a metric over the last `WINDOW_STEPS` steps; None if they lack it."""
+        return mean_of(self.steps[-WINDOW_STEPS:], name)
+
+    def change(self, name: str) -> tuple[float, float] | None:
+        """Return the means of a metric over the run's first and last `averaged_steps`; None if some lack it."""
+        count = averaged_steps(len(self.steps))
+        first, last = mean_of(self.steps[:count], name), mean_of(self.steps[-count:], name)
+        return None if first is None or last is None else (first, last)
 
     @property
     def metrics_digest(self) -> str:

@@ -11,6 +11,7 @@ from flows.report.record import WINDOW_STEPS, RunRecord
 from infra.storage import places
 from infra.storage.runs import RunDirectory
 from schemas.errors import RunError
+from schemas.step import averaged_steps
 
 MAX_ZERO_VARIANCE = 0.5  # fraction of the groups, over the last steps
 MAX_TRUNCATED = 0.2  # fraction of the responses, over the last steps
@@ -40,9 +41,10 @@ def verdict(run: RunRecord) -> str:
     """Return one line: the run's state, its reward or loss, and its held-out accuracy or loss."""
     parts = [f"{run.state}, {len(run.steps)} of {run.config.steps} steps"]
     for name in ("reward", "cross_entropy"):
-        first, last = run.window(name, last=False), run.window(name, last=True)
-        if first is not None and last is not None:
-            parts.append(f"{name} {first:.3f} → {last:.3f} (mean of the first and last {WINDOW_STEPS} steps)")
+        if (change := run.change(name)) is not None:
+            count = averaged_steps(len(run.steps))
+            compared = f"mean of the first and last {count} steps" if count > 1 else "first and last step"
+            parts.append(f"{name} {change[0]:.3f} → {change[1]:.3f} ({compared})")
     for name in ("loss", "accuracy"):
         found = [getattr(report, name) for report in run.evals if getattr(report, name) is not None]
         if found:
@@ -58,7 +60,7 @@ def find_alarms(run: RunRecord) -> list[str]:
 
 
 def _zero_variance(run: RunRecord) -> Iterator[str]:
-    fraction = run.window("groups/zero_variance", last=True)
+    fraction = run.latest("groups/zero_variance")
     if fraction is not None and fraction >= MAX_ZERO_VARIANCE:
         yield (
             f"zero-variance groups: {fraction:.0%} {_LAST}. Their rows have no advantage: use harder or easier "
@@ -87,16 +89,19 @@ def _mismatch_jump(run: RunRecord) -> Iterator[str]:
 
 
 def _truncation(run: RunRecord) -> Iterator[str]:
-    fraction = run.window("response/truncated", last=True)
+    fraction = run.latest("response/truncated")
     if fraction is not None and fraction >= MAX_TRUNCATED:
         limit = run.config.rollout.max_response_tokens
         yield f"truncation: {fraction:.0%} of the responses reach rollout.max_response_tokens = {limit} {_LAST}"
 
 
 def _entropy(run: RunRecord) -> Iterator[str]:
-    first, last = run.window("entropy", last=False), run.window("entropy", last=True)
-    if first is not None and last is not None and first > 0 and last < MIN_ENTROPY * first:
-        yield f"entropy collapse: {last:.3g} nat {_LAST}, {last / first:.0%} of the {first:.3g} nat of the first ones"
+    first, last = run.change("entropy") or (0.0, 0.0)
+    if first > 0 and last < MIN_ENTROPY * first:
+        yield (
+            f"entropy collapse: {last:.3g} nat over the last {averaged_steps(len(run.steps))} steps, "
+            f"{last / first:.0%} of the {first:.3g} nat of the first ones"
+        )
 
 
 if __name__ == "__main__":  # for drivers, which read no columns

@@ -25,6 +25,7 @@ MAX_PROMPT = 2000  # characters
 GAP_LEVELS = (0.01, 0.05, 0.2, 1.0)  # nats from which a token has shade 1, 2, 3 and 4
 
 SCALARS = ("reward", "advantages")
+_NEWEST = 3  # steps that are looked at: the last ones may be without advantages yet
 TEXTS = ("prompt_text", "response_text", "answer", "finish_reason", "group_id")
 TOKENS = ("response_ids", "sampler_logprobs", "loss_mask")
 TURNS = ("turn_rewards", "episode_end")  # if an environment answers the model's turns
@@ -68,6 +69,8 @@ class StepSamples:
 def read_samples(directory: RunDirectory) -> StepSamples:
     """Read the best, the worst and the largest-advantage row of the newest step that has advantages."""
     try:
+        if directory.config().sft is not None:
+            return StepSamples(None, reason="supervised fine-tuning has no rewards; sluice inspect shows its rows")
         store = open_run_columns(directory)
         batch = _newest_batch(store)
         if batch is None:
@@ -79,7 +82,7 @@ def read_samples(directory: RunDirectory) -> StepSamples:
 
 def _newest_batch(store: RunColumns) -> BatchHandle | None:
     wanted = {*SCALARS, *TEXTS, *TOKENS}
-    batches = (store.load_batch(step) for step in reversed(store.steps()))
+    batches = map(store.load_batch, store.steps()[: -1 - _NEWEST : -1])
     return next((batch for batch in batches if batch is not None and wanted <= set(batch.columns)), None)
 
 

@@ -5,6 +5,7 @@ that an automation can act on them.
 """
 
 from collections import deque
+from math import inf
 from statistics import fmean
 from typing import ClassVar
 
@@ -121,7 +122,8 @@ class RunEvents:
         self._leader: Event | None = None  # that others follow
         self._checkpoint = -1
         self._rewards: deque[float] = deque(maxlen=WINDOW_STEPS)
-        self._best_reward, self._is_collapsed = 0.0, False
+        self._best_reward = -inf
+        self._is_collapsed = False
 
     def start(self, step: int) -> None:
         """Report that the run's workers are ready, after `step` finished steps."""
@@ -166,7 +168,8 @@ class RunEvents:
         if len(self._rewards) < WINDOW_STEPS:
             return
         mean, was_collapsed = fmean(self._rewards), self._is_collapsed
-        self._is_collapsed = mean < COLLAPSE_FRACTION * self._best_reward
+        # Of rewards that were never above 0, no fraction tells a collapse.
+        self._is_collapsed = self._best_reward > 0 and mean < COLLAPSE_FRACTION * self._best_reward
         if self._is_collapsed and not was_collapsed and step > self._num_reported:
             self._emit(RewardCollapsed(**self._run, step=step, reward=mean, best_reward=self._best_reward))
         self._best_reward = max(self._best_reward, mean)

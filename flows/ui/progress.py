@@ -48,7 +48,7 @@ def sharing_line(config: RunConfig) -> str:
     )
 
 
-def variance_warning(reports: Sequence[StepReport], run_id: str) -> str | None:
+def variance_warning(reports: Sequence[StepReport], run: str) -> str | None:
     """Return what to say if all groups of a run's first steps have zero variance; None if one of them has some."""
     if not reports or any(report.metrics.get("groups/zero_variance") != 1 for report in reports):
         return None
@@ -56,7 +56,7 @@ def variance_warning(reports: Sequence[StepReport], run_id: str) -> str | None:
     return (
         f"all groups of the first {len(reports)} steps have zero variance: the responses to a prompt got equal rewards "
         f"(mean {', '.join(rewards)}), so that nothing was learned from them; look at some with `sluice inspect "
-        f"{run_id}`: either the reward doesn't tell them apart, or the prompts are too hard or too easy for the model"
+        f"{run}`: either the reward doesn't tell them apart, or the prompts are too hard or too easy for the model"
     )
 
 

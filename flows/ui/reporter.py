@@ -65,9 +65,10 @@ class RunReporter:
         await self._progress.show_step(report)
         self._monitors.log_step(report)
         self._events.complete_step(report)
-        is_last_of_first = report.step + 1 == min(FIRST_STEPS, self._run.config.steps)
-        if is_last_of_first and (warning := variance_warning(self._metrics.steps(), self._run.run_id)) is not None:
-            get_run_logger().warning(warning)
+        if report.step + 1 == min(FIRST_STEPS, self._run.config.steps):
+            warning = variance_warning(self._metrics.steps(), RunDirectory.of(self._run).argument)
+            if warning is not None:
+                get_run_logger().warning(warning)
 
     def queries(self, report: StepReport, failed: Sequence[FailedQuery]) -> None:
         """Report the saved queries that a finished step has failed."""

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from infra.datasets.files import read_rows
 from infra.datasets.rows import parse_messages
 from infra.storage.folder import replacing
+from schemas.config.load import parse_value
 from schemas.errors import ConfigError, DataError
 
 Row = dict[str, Any]
@@ -74,20 +75,21 @@ def _make_dataset(task: str, size: int, seed: int, settings: dict[str, Any]) -> 
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """Parse `key=value` pairs; values that are not JSON are strings.
+    """Parse `key=value` pairs, with values as those of a config's overrides; see `parse_value`.
 
     Raises:
-        ConfigError: A pair has no `=`.
+        ConfigError: A pair has no `=`, or a value that may be meant in two ways.
+
+    Example:
+        >>> parse_settings(["min_terms=2", "allow_negation=False", "operators=('+', '-')"])
+        {'min_terms': 2, 'allow_negation': False, 'operators': ('+', '-')}
     """
     parsed: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key:
             raise ConfigError(f"setting {setting!r} is not of the form key=value, e.g. min_terms=2")
-        try:
-            parsed[key] = json.loads(text)
-        except json.JSONDecodeError:
-            parsed[key] = text
+        parsed[key] = parse_value(text, [Any], setting)
     return parsed
 
 

@@ -19,7 +19,7 @@ from infra.environments.answers import Answers
 from infra.environments.bridge import Dialogue
 from infra.environments.journal import Journal
 from infra.environments.pool import EnvironmentPool
-from infra.environments.slot import Reply
+from infra.environments.slot import ALL_CALLS, Reply
 from infra.environments.trajectory import EpisodeEnd, Trajectory, TrajectoryBuilder
 from rl_core.rollout.chat import decode_text
 from rl_core.rollout.seeding import derive_seed
@@ -27,6 +27,7 @@ from schemas.config.environment import TurnLimits
 from schemas.errors import ChatTemplateError
 
 _TOOL_TIMEOUT = "error: the call took longer than {:g} s and was stopped"
+_NO_TIME_LEFT = "error: no time is left for further calls"
 
 
 class WaitingRows:
@@ -295,6 +296,8 @@ class Episodes:
                 return *nothing, "failed"
             # What the model can cause must not take its row out of the training, or it learns to cause it.
             text = _TOOL_TIMEOUT.format(dialogue.config.step_timeout_seconds)
+            if reply.failure.message.startswith(ALL_CALLS):
+                text = _NO_TIME_LEFT
             reply = replace(reply, observations=(text,), metrics={"tool_timeouts": 1.0}, failure=None)
         row.add_answer(reply)
         if reply.done:

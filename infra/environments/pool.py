@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infra.environments.interpreter import Interpreter, find_interpreter
-from infra.environments.slot import EnvironmentSlot, Failure, HeldEnvironment, Replies, Reply
+from infra.environments.slot import ALL_CALLS, EnvironmentSlot, Failure, HeldEnvironment, Replies, Reply
 from infra.processes.slot import close_all, serve, wait_until_ready
 from rl_core.environments.base import Task
 from schemas.config.environment import TurnLimits
@@ -192,7 +192,7 @@ class EnvironmentPool:
         environment, slot = self._rows[row]
         total = environment.limits.trajectory_timeout_seconds
         if environment.seconds >= total:
-            self._fail(row, Failure("timeout", f"all calls of the trajectory together took {total:g} s or more"))
+            self._fail(row, Failure("timeout", f"{ALL_CALLS} {total:g} s or more"))
             return
         self._calling.add(row)
         slot.begin(environment, action, min(limit_seconds, total - environment.seconds))

@@ -44,6 +44,7 @@ module.main(int(sys.argv[1]), int(sys.argv[2]))
 """
 _MADE_OF = ("task", "seed", "history", "expected", "is_recorded")
 FailureKind = Literal["raised", "invalid", "timeout", "died", "differs"]
+ALL_CALLS = "all calls of the trajectory together took"  # begins the message of a time-out of the trajectory
 logger = logging.getLogger(__name__)
 
 

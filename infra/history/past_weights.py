@@ -90,7 +90,8 @@ class History:
         """
         if first < stop and (missing := sorted(set(range(first, stop)) - self._kept(range(first, stop)))):
             raise self._not_kept_error(missing)
-        found = [StoredStep(self.directory, self.store, step) for step in range(first, stop)]
+        reports = {report.step: report for report in self.directory.metrics.last_steps(first)}
+        found = [StoredStep(self.directory, self.store, step, reports.get(step)) for step in range(first, stop)]
         for step in found:
             step.verify()
         return found

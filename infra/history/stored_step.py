@@ -18,6 +18,7 @@ from schemas.catalog import REWARD_PART_PREFIX
 from schemas.errors import RunError
 from schemas.plan import StepPlan
 from schemas.rollout import ReusedGroup, RolloutHandle, RolloutShard
+from schemas.step import StepReport
 
 TURNS = "turn_tokens"  # a column of responses of several turns
 
@@ -35,13 +36,14 @@ class StoredStep:
         directory: The run.
         store: Its columns.
         step: The step.
+        report: Its report; None: it isn't finished.
 
     Raises:
         RunError: The step isn't finished, or its columns weren't kept.
     """
 
-    def __init__(self, directory: RunDirectory, store: FsspecColumnStore, step: int) -> None:
-        report, batch = directory.metrics.step(step), store.load_batch(step)
+    def __init__(self, directory: RunDirectory, store: FsspecColumnStore, step: int, report: StepReport | None) -> None:
+        batch = store.load_batch(step)
         if report is None or batch is None:
             lacks = "is not finished" if report is None else "has no columns any more"
             raise RunError(f"step {step} of run {directory.run_id} {lacks}")
@@ -84,6 +86,11 @@ class StoredStep:
         first_reused = self._directory.config().first_reused_group
         shards = tuple(shard_of(number, chunk, first_reused) for number, chunk in enumerate(self._rows_of_chunks))
         return RolloutHandle(step=self.step, policy_version=self.batch.policy_version, shards=shards)
+
+    def release(self) -> None:
+        """Free what was read of the columns, which are read again when they are needed."""
+        for name in ("columns", "rows", "rollout", "_chunks", "_rows_of_chunks"):
+            vars(self).pop(name, None)
 
     @property
     def has_turns(self) -> bool:

@@ -1,6 +1,7 @@
 """A process that can be killed with its children, shows what it runs, and answers in lines of JSON."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -15,6 +16,9 @@ from infra.processes.calls import MESSAGE_BYTES, Mark
 
 RECEIVE_BYTES = 2**16
 GRACE_POLL_SECONDS = 0.01
+KILL_SECONDS = 30.0  # within which a killed process is gone, unless it is stuck in the kernel
+
+logger = logging.getLogger(__name__)
 
 
 def variables_of_another() -> dict[str, str]:
@@ -48,7 +52,11 @@ def kill_group(process: "subprocess.Popen[bytes]", grace_seconds: float = 0.0) -
     dies_within(process.pid, grace_seconds)
     with suppress(ProcessLookupError):  # it is not reaped yet, so its group id can't have been reused
         os.killpg(process.pid, signal.SIGKILL)
-    code = process.wait()
+    try:
+        code = process.wait(KILL_SECONDS)
+    except subprocess.TimeoutExpired:  # it is in the kernel, such as in a driver's or a lost file system's call
+        logger.warning("process %d is still there %g s after SIGKILL, and is left", process.pid, KILL_SECONDS)
+        return f"no end within {KILL_SECONDS:g} s of SIGKILL"
     return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
 
 

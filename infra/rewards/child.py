@@ -28,12 +28,13 @@ def main(connection: int, mark: int) -> None:
 
 async def _serve(parent: Parent) -> None:
     messages = parent.messages()
-    config = pickle.loads(await anext(messages))  # noqa: S301 - from the parent, not from disk
+    config, is_first = pickle.loads(await anext(messages))  # noqa: S301 - from the parent, not from disk
     limit_seconds = math.inf if config.timeout_seconds is None else config.timeout_seconds
     try:
         with outside_of_loop():
             function = load_reward(config)
-        await prepare(function)
+        if is_first:  # else it was prepared in the process whose place this one takes
+            await prepare(function)
     except UserError as error:
         await parent.refuse(type(error).__name__, str(error))
         return

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from infra.processes.calls import Running
@@ -55,7 +54,12 @@ class RewardSlot(Slot[RewardCall]):
 
     def __init__(self, config: IsolatedReward, waiting: deque[RewardCall], outcomes: dict[int, RewardOutcome]) -> None:
         path = json.dumps([folder or os.getcwd() for folder in sys.path])
-        start = partial(IsolatedProcess, [sys.executable, "-P", "-c", PROGRAM], [path], pickle.dumps(config))
+        is_first = iter([True])  # a judge that is busy when a process is replaced would else end the run
+
+        def start() -> IsolatedProcess:
+            settings = pickle.dumps((config, next(is_first, False)))
+            return IsolatedProcess([sys.executable, "-P", "-c", PROGRAM], [path], settings)
+
         super().__init__(
             ", ".join(each.path for each in user_functions(config)) or type(config).__name__, start, waiting
         )

@@ -48,12 +48,12 @@ def run_status(directory: RunDirectory) -> RunStatus:
     try:
         config, steps = directory.config(), directory.metrics.steps()
         evals, events = directory.metrics.evals(), directory.metrics.events()
-        fork = load_fork(directory)
-    except (RunError, ValueError):  # ValueError: of pydantic or of JSON
+        fork, state = load_fork(directory), run_state(directory, config)
+    except (RunError, ValueError, OSError):  # ValueError: of pydantic or of JSON; OSError: it is another user's
         return RunStatus(run_id=directory.run_id, state="unreadable")
     return RunStatus(
         run_id=directory.run_id,
-        state=run_state(directory, config),
+        state=state,
         step=len(steps),
         steps=config.steps,
         reward=mean_of(steps[-REWARD_STEPS:], "reward"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from infra.storage import places
-from infra.storage.folder import Folder
+from infra.storage.folder import Folder, read_record
 from infra.storage.journals import JournalFiles
 from infra.storage.lease import held_lease
 from infra.storage.ledger import Ledger, step_folder
@@ -136,7 +136,7 @@ class RunDirectory:
             found = [cls(places.join(place, name)) for name in open_folder(place).subfolders()]
         except OSError as error:
             raise RunError(f"the runs in {runs_dir} can't be listed: {describe(error.__cause__ or error)}") from None
-        return [run for run in found if run.exists]
+        return [run for run in found if run.is_visible]
 
     @classmethod
     def at(cls, config: RunConfig, run_id: str) -> "RunDirectory":
@@ -177,16 +177,32 @@ class RunDirectory:
         return open_folder(self.url)
 
     @property
+    def is_visible(self) -> bool:
+        """Whether the run was started, as far as this user may know.
+
+        Raises:
+            RunError: The directory can't be reached.
+        """
+        try:
+            return self.exists
+        except RunError as error:
+            if isinstance(error.__cause__, PermissionError):
+                return False
+            raise
+
+    @property
     def exists(self) -> bool:
         """Whether the run was started.
 
         Raises:
             RunError: The directory can't be reached.
         """
-        if self.is_local:
-            return (self.path / "config.json").is_file()
         try:
+            if self.is_local:
+                return (self.path / "config.json").is_file()
             return self.folder.size("config.json") is not None
+        except PermissionError as error:
+            raise RunError(f"{self.url} can't be read: {describe(error)}") from error
         except OSError as error:
             raise RunError(f"{self.url} can't be read: {describe(error.__cause__ or error)}") from None
 
@@ -273,6 +289,8 @@ class RunDirectory:
                 f"{place} is not the config of a run of this version of Sluice: {key}: "
                 f"{first['msg'].removeprefix('Value error, ')}; give the run's id or its directory"
             ) from None
+        except ValueError as error:
+            raise RunError(f"{place} is damaged: {error}; restore it from a copy") from None
 
     def write_config(self, config: RunConfig) -> None:
         """Replace `config.json`."""
@@ -284,9 +302,12 @@ class RunDirectory:
         self.folder.write("store.json", json.dumps(endpoint).encode(), mode=0o600)
 
     def summary(self) -> RunSummary | None:
-        """Return the finished run's summary; None before the run is finished."""
-        content = self.folder.read("summary.json")
-        return RunSummary.model_validate_json(content) if content is not None else None
+        """Return the finished run's summary; None before the run is finished.
+
+        Raises:
+            RunError: It is damaged.
+        """
+        return read_record(self.folder, "summary.json", RunSummary, "remove it: a resume of the run writes it again")
 
     def write_summary(self, summary: RunSummary) -> None:
         """Write the finished run's summary."""

@@ -18,7 +18,7 @@ from infra.workers.actor import PlacedActor, actor_class
 from infra.workers.layout import Role, frozen_groups, num_workers, worker_name, worker_numbers
 from infra.workers.placement import place, release
 from schemas.config.run import RunConfig
-from schemas.errors import EngineLostError, WorkerLostError
+from schemas.errors import ConfigError, EngineLostError, WorkerLostError
 from schemas.placement import WorkerPlace
 from schemas.step import RunHandle
 
@@ -91,7 +91,10 @@ async def get_worker(run: RunHandle, role: Role, number: int = 0, found: Any | N
     except EngineLostError as error:
         logger.warning("%s-%d is created again: %s", role, number, error)
         await asyncio.to_thread(kill_actors, [worker_name(run.identity, role, number)])
-        return await get_worker(run, role, number)
+        try:
+            return await get_worker(run, role, number)
+        except ConfigError as failed:  # its engine has run with this config: what keeps it from starting may pass
+            raise WorkerLostError(f"{role}-{number} can't be created again: {failed}") from failed
     except WorkerLostError:  # of a lost node, Ray knows for a while only that its workers don't answer
         await asyncio.to_thread(kill_actors, [worker_name(run.identity, role, number)])
         raise

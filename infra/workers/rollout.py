@@ -48,6 +48,12 @@ class _PendingShard:
 
     policy_version: int
     samples: list[Sample]
+    described: RolloutShard
+
+    def answers(self, policy_version: int, groups: Sequence[int], begun: Sequence[PartialGroups]) -> bool:
+        """Return whether these are the rows of such a request; nothing that it has stored beside them may be gone."""
+        asked, own = (policy_version, tuple(groups), tuple(begun)), self.described
+        return not own.unfinished and (self.policy_version, own.groups, own.begun) == asked
 
 
 class RolloutWorker:
@@ -186,19 +192,22 @@ class RolloutWorker:
             VersionError: The worker doesn't hold `policy_version`.
         """
         self._check_version(policy_version)
+        if (held := self._pending.get((step, shard))) is not None and held.answers(policy_version, groups, begun):
+            return held.described  # to a driver that was killed before it could commit the answer
         is_first = step != self._generated_step  # of a step, only a worker's first shard is profiled
         self._generated_step, usage = step, EngineUsage()
         self.engine.usage = usage
         with profiled(self._run, step, self._telemetry.worker, "rollout") if is_first else nullcontext():
             samples, unfinished, seconds = self._groups.sample(step, shard, groups, begun, schedules or {})
         self._pending = {key: pending for key, pending in self._pending.items() if key[0] >= step}
-        self._pending[step, shard] = _PendingShard(policy_version, samples)
         made = make_shard(step, shard, self._number, groups, samples, seconds)
         trajectories = trajectories_of(samples)
         telemetry = self._measure(samples, seconds["generate"], usage) | measure(trajectories)
-        return made.replace(
+        described = made.replace(
             begun=tuple(begun), unfinished=unfinished, turns=describe(trajectories), telemetry=telemetry
         )
+        self._pending[step, shard] = _PendingShard(policy_version, samples, described)
+        return described
 
     def has_shard(self, step: int, policy_version: int, shard: int) -> bool:
         """Return whether it has the rows of a shard, generated but not put yet."""
@@ -206,7 +215,13 @@ class RolloutWorker:
         return pending is not None and pending.policy_version == policy_version
 
     def put(
-        self, step: int, policy_version: int, shard: int, kept: Sequence[int], reward_parts: Sequence[str]
+        self,
+        step: int,
+        policy_version: int,
+        shard: int,
+        kept: Sequence[int],
+        reward_parts: Sequence[str],
+        holder: int,
     ) -> PutResult | None:
         """Store the samples of a shard's kept groups as one chunk, and drop the shard from this worker.
 
@@ -216,6 +231,8 @@ class RolloutWorker:
             shard: The shard's number within the step.
             kept: The groups that the step keeps.
             reward_parts: The reward parts of all the step's samples, so that all chunks have the same columns.
+            holder: The number of the worker that has generated the rows which the driver knows. Another one may hold
+                rows of the shard from before a kill of the driver.
 
         Returns:
             The chunk; None if this worker doesn't hold the shard's rows.
@@ -223,7 +240,7 @@ class RolloutWorker:
         Raises:
             StoreError: The store rejects the chunk; the worker keeps the shard.
         """
-        if not self.has_shard(step, policy_version, shard):
+        if holder != self._number or not self.has_shard(step, policy_version, shard):
             return None
         pending = self._pending[step, shard]
         samples = [sample for sample in pending.samples if sample.group_id in kept]

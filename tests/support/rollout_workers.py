@@ -111,7 +111,7 @@ def read(store: MemoryStore, shard: RolloutShard, result: PutResult, step: int =
 
 def put(worker: RolloutWorker, shard: RolloutShard, step: int = 0, parts: tuple[str, ...] | None = None) -> PutResult:
     parts = tuple(shard.parts) if parts is None else parts
-    result = worker.put(step, worker.engine.version, shard.shard, shard.kept, parts)
+    result = worker.put(step, worker.engine.version, shard.shard, shard.kept, parts, shard.worker)
     assert result is not None
     return result
 

@@ -107,10 +107,10 @@ def emitted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     return found
 
 
-def collapse(events: RunEvents) -> None:
+def collapse(events: RunEvents, rewards: tuple[float, float] = (0.8, 0.0)) -> None:
     """Report a run whose reward collapses after `WINDOW_STEPS` steps, and which then ends."""
     events.start(0)
-    for step, reward in enumerate([0.8] * WINDOW_STEPS + [0.0] * WINDOW_STEPS):
+    for step, reward in enumerate(reward for reward in rewards for _ in range(WINDOW_STEPS)):
         report = StepReport(
             step=step, policy_version=step + 1, metrics={"reward": reward}, seconds=1.0, seconds_by_phase={}
         )
@@ -124,6 +124,10 @@ def test_a_collapse_of_the_reward_is_reported_once(emitted: list[Event]) -> None
     # The mean over the window falls by a tenth of 0.8 with each step: after six, it is below half.
     collapsed = [event.payload["step"] for event in emitted if event.event == RewardCollapsed.event]
     assert collapsed == [WINDOW_STEPS + int(WINDOW_STEPS * COLLAPSE_FRACTION) + 1]
+
+    emitted.clear()
+    collapse(RunEvents("run", "runs"), rewards=(-0.2, -0.9))  # which has no half
+    assert RewardCollapsed.event not in {event.event for event in emitted}
 
     emitted.clear()
     collapse(RunEvents("run", "runs", num_reported=collapsed[0]))  # resumed: the steps up to the collapse are repeated

@@ -5,9 +5,10 @@ from typing import get_args
 
 import pytest
 
+from flows.report.charts import MAX_LINE_POINTS, Line, line_chart
 from flows.report.panels import metric_charts
 from flows.report.record import RunRecord
-from flows.report.run import find_alarms
+from flows.report.run import find_alarms, verdict
 from infra.storage.runs import RunDirectory
 from schemas.metric_catalog import METRICS, PanelName
 from tests.support.command import Command, assert_rejected, make_command
@@ -62,6 +63,27 @@ def test_alarms(runs_dir: Path, metric: str, value: float, alarm: str) -> None:
     assert find_alarms(with_steps(runs_dir)) == []
     (found,) = find_alarms(with_steps(runs_dir, **{metric: value}))
     assert found.startswith(alarm)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([0.25], "reward 0.250 → 0.250 (first and last step)"),
+        ([0.0, 0.5, 0.5, 1.0, 1.0], "reward 0.250 → 1.000 (mean of the first and last 2 steps)"),
+    ],
+)
+def test_the_verdict_of_a_short_run_compares_different_steps(runs_dir: Path, rewards: list[float], said: str) -> None:
+    record = RunRecord.read(RunDirectory(runs_dir / "whole"))
+    steps = [step_report(step, metrics={"reward": reward}) for step, reward in enumerate(rewards)]
+    assert said in verdict(RunRecord(record.directory, record.config, record.state, steps, [], [], None))
+
+
+def test_a_long_line_is_drawn_with_some_of_its_points() -> None:
+    steps = range(1, 3 * MAX_LINE_POINTS)
+    (drawn,) = line_chart("reward", [Line("reward", steps, [step / 2 for step in steps])]).figure.data
+    assert len(drawn.x) == len(drawn.y) == MAX_LINE_POINTS
+    assert drawn.x[-1] == steps[-1]
+    assert [y == x / 2 for x, y in zip(drawn.x, drawn.y, strict=True)] == [True] * MAX_LINE_POINTS
 
 
 def test_a_jump_of_the_mismatch(runs_dir: Path) -> None:

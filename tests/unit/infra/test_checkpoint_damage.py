@@ -43,7 +43,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_says_why(
 
 
 def test_each_file_is_checked_by_one_of_several_processes(store: CheckpointStore) -> None:
-    path = Path(save(store, 1))
+    path = Path(save(store, 1, write_assets=save_assets))
     names = list(store.read_manifest(1).files)
     for at, name in enumerate(names):
         content = (path / name).read_bytes()

@@ -66,7 +66,7 @@ def make_step(
     rollout.start()
     groups = tuple(range(run.config.rollout.num_prompts))
     shard = rollout.generate(0, 0, 0, groups)
-    stored = rollout.put(0, 0, 0, groups, ())
+    stored = rollout.put(0, 0, 0, groups, (), 0)
     lengths = shard.prompt_lengths, shard.response_lengths
     batch = new_batch(run.run_id, 0, 0, [stored.chunk], stored.dtypes, *lengths, prompt_rows([stored]))
     reference = ReferenceWorker(run, store=store)

@@ -48,9 +48,17 @@ def checkpoints_of(run: RunDirectory) -> CheckpointStore:
     return open_checkpoints(run, run.config().checkpoint)
 
 
+def stored_step(run: RunDirectory) -> StoredStep:
+    return StoredStep(run, columns_of(run), 3, run.metrics.step(3))
+
+
 def test_a_stored_step_gives_the_rollouts_scalars_back(run: RunDirectory) -> None:
-    stored = StoredStep(run, columns_of(run), 3)
+    stored = stored_step(run)
     rollout = stored.rollout
+    read = stored.columns
+    stored.release()
+    assert stored.columns is not read
+    assert stored.columns == read
     assert [shard.num_rows for shard in rollout.shards] == [3, 3]
     assert rollout.rewards == [reward for *_, reward, _ in SAMPLES]  # the failed one is among them
     assert rollout.group_ids == [group for group, *_ in SAMPLES]
@@ -108,7 +116,7 @@ def test_steps_of_0_3_0_have_turns_that_do_not_branch() -> None:
 
 def test_other_rewards_replace_those_of_all_shards(run: RunDirectory) -> None:
     rewards = [1.0, 2.0, 3.0, None, 5.0, 6.0]
-    other = with_rewards(StoredStep(run, columns_of(run), 3).rollout, rewards, {"length": rewards})
+    other = with_rewards(stored_step(run).rollout, rewards, {"length": rewards})
     assert other.rewards == rewards
     assert [len(shard.parts["length"]) for shard in other.shards] == [3, 3]
 
@@ -165,7 +173,7 @@ def test_a_fork_leads_to_its_parent(run: RunDirectory) -> None:
 def test_a_replay_reads_a_runs_columns_and_puts_its_own(run: RunDirectory, tmp_path: Path) -> None:
     source = columns_of(run)
     store = ReplayColumnStore("replay", str(tmp_path / "scratch"), source)
-    stored = StoredStep(run, source, 3)
+    stored = StoredStep(run, source, 3, run.metrics.step(3))
     assert store.read(stored.batch, ["advantages"]) == source.read(stored.batch, ["advantages"])
     store.open(3)
     before = sorted(run.path.rglob("*"))
@@ -210,7 +218,7 @@ def test_updates_are_compared_as_vectors(tmp_path: Path) -> None:
 
 
 def test_the_tokens_that_move_most_are_trained_ones(run: RunDirectory) -> None:
-    stored = StoredStep(run, columns_of(run), 3)
+    stored = stored_step(run)
     before = jagged(np.zeros(sum(LENGTHS), np.float32), np.array(LENGTHS))
     moved, less = (np.zeros(sum(LENGTHS), np.float32) for _ in range(2))
     moved[5], less[8], less[5] = -0.5, 1.0, 0.25  # token 1 of row 1, token 1 of row 2

@@ -125,12 +125,22 @@ def test_another_worker_puts_the_same_rows(folder: Path) -> None:
     assert not first.has_shard(1, 1, 2)  # another version would have given other samples
     assert not first.has_shard(1, 0, 0)
     chunk = put(first, shard, 1).chunk
-    for worker in (worker_of(run_of(folder), 1, store), first):
-        assert worker.put(1, 0, 2, shard.kept, tuple(shard.parts)) is None  # never generated it, or dropped it
+    for number, worker in ((1, worker_of(run_of(folder), 1, store)), (0, first)):
+        assert worker.put(1, 0, 2, shard.kept, tuple(shard.parts), number) is None  # never generated it, or dropped it
         again = worker.generate(1, 0, 2, GROUPS)
         assert again.replace(seconds=shard.seconds, telemetry=shard.telemetry, worker=0) == shard
         assert put(worker, again, 1).chunk == chunk  # other content under the same key is rejected
     assert store.usage().num_chunks == 1
+
+
+def test_rows_that_wait_are_neither_generated_again_nor_taken_for_another_workers(folder: Path) -> None:
+    worker = worker_of(run_of(folder), store=open_store())
+    shard = worker.generate(1, 0, 2, GROUPS)
+    assert worker.generate(1, 0, 2, GROUPS) is shard
+    assert worker.put(1, 0, 2, shard.kept, tuple(shard.parts), holder=1) is None
+    fewer = worker.generate(1, 0, 2, GROUPS[:2])
+    assert fewer.groups == tuple(GROUPS[:2])
+    assert put(worker, fewer, 1).chunk.num_rows == 2 * NUM_SAMPLES
 
 
 def test_some_groups_alone_have_the_rows_that_they_have_among_all(folder: Path) -> None:

@@ -292,3 +292,34 @@ def test_the_list_of_runs_says_how_far_each_has_come(tmp_path: Path) -> None:
     assert (runs["begun"].step, runs["begun"].reward, runs["begun"].started_at) == (0, None, 7.0)
     done.write_config(config.replace(steps=3))
     assert run_status(done).state == "stopped"  # it was extended
+
+
+def test_a_run_that_can_not_be_read_is_listed_and_said_to_be_damaged(tmp_path: Path) -> None:
+    cut, summary = (RunDirectory.create(run_config(tmp_path), name) for name in ("cut", "summary"))
+    (cut.path / "config.json").write_text('{"steps": ')
+    (summary.path / "summary.json").write_text('{"steps": 2')
+    assert {run.run_id: run.state for run in list_runs(str(tmp_path / "runs"))} == dict.fromkeys(
+        ("cut", "summary"), "unreadable"
+    )
+    with pytest.raises(RunError, match=r"cut/config.json is damaged: .*; restore it"):
+        cut.config()
+    with pytest.raises(RunError, match=r"summary.json is damaged: .*; remove it: a resume of the run writes it again"):
+        summary.summary()
+
+
+def test_a_run_of_another_user_is_left_out_of_a_list_and_named_if_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = RunDirectory.create(run_config(tmp_path), "theirs")
+    RunDirectory.create(run_config(tmp_path), "mine")
+    is_file = Path.is_file
+
+    def refuse(path: Path) -> bool:  # root may read all
+        if path.is_relative_to(theirs.path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert [run.run_id for run in list_runs(str(tmp_path / "runs"))] == ["mine"]
+    with pytest.raises(RunError, match=r"theirs can't be read: .*Permission denied"):
+        RunDirectory.open("theirs", str(tmp_path / "runs"))

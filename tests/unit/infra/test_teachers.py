@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from flows.plan.footprint import column_dtypes
-from flows.preflight import check_teachers
+from flows.preflight import check_run, check_teachers
 from infra.datasets import load_train_prompts
 from infra.datasets.teacher_prompts import TeacherPrompts
 from infra.models.load import load_model, load_tokenizer
@@ -65,7 +66,7 @@ def sampled(config: RunConfig, store: MemoryStore) -> tuple[RunHandle, BatchHand
     store.open(0)
     rollout, groups = RolloutWorker(run, store=store), tuple(range(config.rollout.num_prompts))
     rollout.start()
-    shard, stored = rollout.generate(0, 0, 0, groups), rollout.put(0, 0, 0, groups, ())
+    shard, stored = rollout.generate(0, 0, 0, groups), rollout.put(0, 0, 0, groups, (), 0)
     assert stored is not None
     lengths = shard.prompt_lengths, shard.response_lengths
     return run, new_batch(run.run_id, 0, 0, [stored.chunk], stored.dtypes, *lengths, prompt_rows([stored]))
@@ -176,6 +177,17 @@ def test_feedback_is_cut_to_the_longest_prompt(folder: Path) -> None:
     prompts, row = TeacherPrompts(config, tokenizer), load_train_prompts(config.data, tokenizer)[0]
     assert tokenizer.decode(prompts.encode(row, "!")) == "<|user|>0 + 1 =!<|assistant|>"
     assert tokenizer.decode(prompts.encode(row, "?" * 40)) == f"<|user|>0 + 1 ={'?' * 10}<|assistant|>"  # 40, 20, 10
+
+
+def test_the_weights_of_a_teacher_are_checked_before_anything_starts(folder: Path, tmp_path: Path) -> None:
+    cut = make_tiny_model(tmp_path / "cut", seed=8)
+    config = config_of(folder, {"cut": {"path": str(cut)}})
+    check_run(config)
+    weights = load_file(cut / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, cut / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"cut.*model\.norm\.weight"):
+        check_run(config)
 
 
 def refusal(folder: Path, teachers: Mapping[str, Any], **fields: Any) -> UserError:

@@ -257,6 +257,15 @@ def test_an_advised_change_is_accepted(key: str) -> None:
     assert (scoring_digest(resumed) != scoring_digest(begun)) == is_scoring
 
 
+@pytest.mark.parametrize("key", ["url", "api_key_variable", "max_retries", "concurrency"])
+def test_where_a_judge_in_a_sum_is_may_change(key: str) -> None:
+    judge = {"kind": "judge", "url": "http://one/v1", "model": "judge", "prompt": "{response}"}
+    begun = run_config(reward={"kind": "weighted", "parts": {"quality": {"weight": 1, "reward": judge}}})
+    resumed = override_config(begun, [f"reward.parts.quality.reward.{key}={OTHER[f'reward.{key}']}"], "demo")
+    assert changed_keys(begun, resumed) == [f"reward.parts.quality.reward.{key}"]
+    assert rejected_changes(begun, resumed) == []
+
+
 def test_the_workers_of_a_reward_model_in_a_sum_may_change() -> None:
     model = {"weight": 1, "reward": {"kind": "model", "path": "model"}}
     begun = run_config(reward={"kind": "weighted", "parts": {"liked": model}})
