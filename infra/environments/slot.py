@@ -200,7 +200,12 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
         return len(self._environments)
 
     def add(self, environment: HeldEnvironment) -> None:
-        """Take an environment, which is made when its first call begins."""
+        """Take an environment, which is made when its first call begins.
+
+        Between batches, when it holds none, a process with too many hung threads is replaced whatever its class keeps.
+        """
+        if not self._environments and self.num_hung >= MAX_HUNG:
+            self._give_up()
         self._environments[environment.number] = environment
 
     def begin(self, environment: HeldEnvironment, action: str | None, limit_seconds: float) -> None:
@@ -225,16 +230,19 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
         """
         super().serve()
         if not self.sent and not self._has_room():
-            logger.log(
-                logging.INFO if self._has_warned else logging.WARNING,
-                "environment process %d of %s is replaced: %d calls that timed out still run in threads of it; give "
-                "what they wait for a time limit below environment.step_timeout_seconds",
-                self.process.pid,
-                self._name,
-                self.num_hung,
-            )
-            self._has_warned = True
-            self.restart()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        logger.log(
+            logging.INFO if self._has_warned else logging.WARNING,
+            "environment process %d of %s is replaced: %d calls that timed out still run in threads of it; give "
+            "what they wait for a time limit below environment.step_timeout_seconds",
+            self.process.pid,
+            self._name,
+            self.num_hung,
+        )
+        self._has_warned = True
+        self.restart()
 
     def restart(self) -> None:
         """Start another process, in which the environments are made again when their next calls begin."""
