@@ -90,6 +90,16 @@ def run(benchmark: Benchmark[Any], command: str, title: str, arguments: Sequence
     sys.exit(0 if benchmark.is_passed(report) else FAILED)
 
 
+def require_steps(steps: int, num_warm_up: int) -> None:
+    """Check that steps are left to measure after the first ones.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    if steps <= num_warm_up:
+        raise ConfigError(f"--steps {steps}: the first {num_warm_up} warm up; give at least {num_warm_up + 1}")
+
+
 def choose(name: str, chosen: Iterable[str], known: Iterable[str]) -> None:
     """Check that the values of an option are known ones.
 

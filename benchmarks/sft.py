@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from rich.console import Group
 
-from benchmarks.command import Benchmark, Report, option, table, temporary_place
+from benchmarks.command import Benchmark, Report, option, require_steps, table, temporary_place
 from benchmarks.models import size_of
 from benchmarks.step.peer import call_trl, require_trl
 from benchmarks.step.workspace import MODEL, Workspace
@@ -96,8 +96,9 @@ def measure(plan: Plan) -> Report:
         second, over that of the fastest of TRL's.
 
     Raises:
-        ConfigError: The peer is not installed, or fails.
+        ConfigError: There is no step after the warm-up; or the peer is not installed, or fails.
     """
+    require_steps(plan.steps, WARM_UP_STEPS)
     if plan.peer:
         require_trl()
     found: dict[str, list[dict[str, list[float]]]] = {}

@@ -129,9 +129,7 @@ def check_run(config: RunConfig, directory: RunDirectory | None = None) -> None:
     if directory is not None:
         check_checkpoint(directory, config)
     teachers = config.distillation.teachers.values() if config.distillation else ()
-    models = [each.model for each in teachers if each.model is not None]
-    if directory is None or config.model.lora is not None or config.kl.coef:  # else a checkpoint has all weights
-        models.append(config.model)
+    models = [config.model, *(each.model for each in teachers if each.model is not None)]
     for model in {model.path: model for model in models}.values():
         check_weight_files(model)
 

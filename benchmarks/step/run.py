@@ -22,7 +22,7 @@ import torch
 from rich.console import Group
 
 from benchmarks.busy import busy_processes
-from benchmarks.command import Benchmark, Report, choose, table, temporary_place
+from benchmarks.command import Benchmark, Report, choose, require_steps, table, temporary_place
 from benchmarks.step.peer import TrlRuns
 from benchmarks.step.workload import PATHS, QUICK, WARM_UP_STEPS, Plan, write_inputs
 from benchmarks.step.workspace import Workspace
@@ -54,9 +54,10 @@ def measure_in(workspace: Workspace, plan: Plan) -> Report:
         and the machine.
 
     Raises:
-        ConfigError: The plan has a path that there is not, or its peer is not installed.
+        ConfigError: The plan has a path that there is not, no step after the warm-up, or its peer is not installed.
     """
     choose("paths", plan.paths, PATHS)
+    require_steps(plan.steps, WARM_UP_STEPS)
     peer = TrlRuns(plan, plan.threads or os.cpu_count() or 1) if plan.peer else None
     common = write_inputs(workspace, plan)
     runs: dict[str, list[Sequence[StepReport]]] = {name: [] for name in plan.paths}

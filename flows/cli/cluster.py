@@ -19,6 +19,7 @@ from infra.storage.driver_lock import find_driver, is_driven
 from infra.storage.identity import identity_of
 from infra.storage.runs import RunDirectory
 from infra.workers.cluster_runs import cluster_runs, end_run
+from schemas.config.runtime import TimeoutsConfig
 from schemas.errors import RunError
 from schemas.placement import ClusterRun
 
@@ -79,7 +80,7 @@ def _stop_driver(console: Console, directory: RunDirectory) -> bool:
         raise RunError(
             f"run {directory.run_id} is driven by {driver}: stop it there, or cancel its flow run in the Prefect UI"
         )
-    seconds = directory.config().timeouts.notice_seconds + DRIVER_SECONDS
+    seconds = _notice_seconds(directory) + DRIVER_SECONDS
     with console.status(f"waiting for the driver, {driver}"):
         os.kill(driver.pid, signal.SIGTERM)
         deadline = time.monotonic() + seconds
@@ -91,6 +92,14 @@ def _stop_driver(console: Console, directory: RunDirectory) -> bool:
                 )
             time.sleep(0.2)
     return True
+
+
+def _notice_seconds(directory: RunDirectory) -> float:
+    """Return for how long a run's driver may go on after a SIGTERM; that it can't be read keeps none from ending."""
+    try:
+        return directory.config().timeouts.notice_seconds
+    except RunError:
+        return TimeoutsConfig().notice_seconds
 
 
 def _connect(address: str | None, services_dir: str) -> bool:

@@ -18,6 +18,7 @@ from flows.replay.replay import (
     Steps,
     change_steps,
     changes_rewards,
+    released,
     replay_config,
     score_steps,
     verify_steps,
@@ -132,7 +133,9 @@ def _what_changes(
             _print_change(console, step)
 
     with console.status("replaying"):
-        rollouts = score_steps(steps.stored, configs[1]) if rescores else [of.rollout for of in steps.stored]
+        rollouts = (
+            score_steps(steps.stored, configs[1]) if rescores else [released(of, of.rollout) for of in steps.stored]
+        )
         connect(configs[0].services)
         in_ray(change_steps(steps, rollouts, configs, report))
     return found

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +42,7 @@ from schemas.errors import ConfigError, NonFiniteError, PlanError, describe
 from schemas.metrics import EffectiveFraction, merge_metrics, values
 from schemas.rollout import RolloutHandle, check_failures
 
+Computed = TypeVar("Computed")
 Move = tuple[pa.Array, pa.Array]  # the log-probs of a step's tokens before and after an update, nats
 
 NUM_SHIFTS = 5  # tokens that are reported of each step
@@ -196,7 +198,9 @@ async def _repeat(session: ReplaySession, stored: StoredStep) -> Move:
     before = await session.logprobs(stored, stored.step, "before")
     await session.repeat(stored)
     await session.save(stored.step + 1)
-    return before, await session.logprobs(stored, stored.step + 1, "after")
+    moved = before, await session.logprobs(stored, stored.step + 1, "after")
+    stored.release()
+    return moved
 
 
 async def compare_methods(
@@ -259,12 +263,14 @@ def _figures(
     gaps = flat_values(move[1]).astype(np.float64) - flat_values(stored.columns["sampler_logprobs"])
     weights = np.exp(np.minimum(gaps[trained], MAX_LOG_RATIO))
     ess = EffectiveFraction(total=weights.sum(), squares=(weights**2).sum(), count=len(weights))
+    shifts = largest_shifts(stored, own_move, move, texts.of, NUM_SHIFTS)
+    stored.release()
     return StepFigures(
         step=stored.step,
         update=update,
         ess=ess.value,
         metrics={name: metrics[name] for name in UPDATE_METRICS if name in metrics},
-        shifts=largest_shifts(stored, own_move, move, texts.of, NUM_SHIFTS),
+        shifts=shifts,
     )
 
 
@@ -365,7 +371,13 @@ def score_steps(steps: Sequence[StoredStep], config: RunConfig) -> list[RolloutH
     open_model = partial(open_model_here, date=config.data.date)
     with closing(open_reward_scorer(config.reward, open_model)) as scorer:
         scorer.wait_until_ready()
-        return [_score(stored, scorer, config.reward) for stored in steps]
+        return [released(stored, _score(stored, scorer, config.reward)) for stored in steps]
+
+
+def released(stored: StoredStep, found: Computed) -> Computed:
+    """Return what was computed of a step's columns, which are freed."""
+    stored.release()
+    return found
 
 
 def _check_texts(stored: StoredStep) -> None:

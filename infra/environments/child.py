@@ -164,7 +164,7 @@ class Server:
             if "close" in request:
                 if number in self._calls:
                     self._calls[number].cancel()
-                work = self._close(number)
+                work = self._close_for_good(number)
             else:
                 work = self._answer(**request)
             self._calls[number] = task = asyncio.create_task(work)
@@ -176,6 +176,10 @@ class Server:
         if not task.cancelled() and (error := task.exception()) is not None:  # not the user's, whose are answers
             traceback.print_exception(error)
             os._exit(os.EX_SOFTWARE)
+
+    async def _close_for_good(self, number: int) -> None:
+        await self._close(number)
+        self._parent.answer(number=number, closed=1, num_hung_threads=self._threads.num_hung)
 
     async def _answer(
         self, number: int, seconds: float, make: dict[str, Any] | None = None, action: str | None = None

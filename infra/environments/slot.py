@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ module.main(int(sys.argv[1]), int(sys.argv[2]))
 """
 _MADE_OF = ("task", "seed", "history", "expected", "is_recorded")
 FailureKind = Literal["raised", "invalid", "timeout", "died", "differs"]
+CLOSE_SECONDS, CLOSE_POLL_SECONDS = 10.0, 0.05  # for environments of a process that is replaced to be closed
 ALL_CALLS = "all calls of the trajectory together took"  # begins the message of a time-out of the trajectory
 logger = logging.getLogger(__name__)
 
@@ -193,7 +195,7 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
         super().__init__(settings["path"], start, deque())
         self._replies = replies
         self._environments: dict[int, HeldEnvironment] = {}  # by number
-        self._has_warned = False
+        self._has_warned, self._num_closing = False, 0
 
     @property
     def num_environments(self) -> int:
@@ -205,6 +207,7 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
         Between batches, when it holds none, a process with too many hung threads is replaced whatever its class keeps.
         """
         if not self._environments and self.num_hung >= MAX_HUNG:
+            self._wait_for_closes()
             self._give_up()
         self._environments[environment.number] = environment
 
@@ -220,7 +223,16 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
         self.sent.pop(environment.number, None)
         if environment in self._waiting:
             self._waiting.remove(environment)
+        self._num_closing += 1
         self.process.send(json.dumps({"number": environment.number, "close": True}).encode())
+
+    def _wait_for_closes(self) -> None:
+        """Let environments that are being closed end; what hangs is given up after a while."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._num_closing > 0 and self._loss() is None and time.monotonic() < deadline:
+            self.process.flush()
+            self._record(self.process.receive())
+            time.sleep(CLOSE_POLL_SECONDS)
 
     def serve(self) -> None:
         """Record answers, and replace the process if it is lost, or has too many hung threads and no calls.
@@ -247,6 +259,7 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
     def restart(self) -> None:
         """Start another process, in which the environments are made again when their next calls begin."""
         super().restart()
+        self._num_closing = 0
         for environment in self._environments.values():
             environment.is_made = False
 
@@ -267,6 +280,7 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
 
     def _answer(self, call: HeldEnvironment | None, answer: dict[str, Any]) -> None:
         if call is None:
+            self._num_closing -= answer.get("closed", 0)
             return
         if "failure" in answer:
             failure, requests = Failure(answer["kind"], answer["failure"]), answer.get("requests", {})

@@ -47,7 +47,10 @@ class WorkerGroup:
             await asyncio.wait(calls, timeout=GRACE_SECONDS)
             self.kill_after_error()
             # A rank that fails with an error of its own makes the others fail too: its error is the cause.
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            done, waiting = await asyncio.wait(calls, timeout=GRACE_SECONDS)
+            for each in waiting:  # of ranks that could not be killed, or are another driver's
+                each.cancel()
+            outcomes = [each.exception() for each in calls if each in done and not each.cancelled()]
             causes = [outcome for outcome in outcomes if _is_cause(outcome)]
             if isinstance(error, WorkerLostError) and causes:
                 raise causes[0] from None

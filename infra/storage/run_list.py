@@ -8,7 +8,7 @@ from infra.storage.lineage import load_fork
 from infra.storage.runs import RunDirectory
 from schemas.base import Frozen
 from schemas.config.run import RunConfig
-from schemas.errors import RunError
+from schemas.errors import UserError
 from schemas.step import mean_of
 
 REWARD_STEPS = 10
@@ -49,7 +49,7 @@ def run_status(directory: RunDirectory) -> RunStatus:
         config, steps = directory.config(), directory.metrics.steps()
         evals, events = directory.metrics.evals(), directory.metrics.events()
         fork, state = load_fork(directory), run_state(directory, config)
-    except (RunError, ValueError, OSError):  # ValueError: of pydantic or of JSON; OSError: it is another user's
+    except (UserError, ValueError, OSError):  # ValueError: of pydantic or of JSON; OSError: it is another user's
         return RunStatus(run_id=directory.run_id, state="unreadable")
     return RunStatus(
         run_id=directory.run_id,

@@ -49,11 +49,21 @@ class _PendingShard:
     policy_version: int
     samples: list[Sample]
     described: RolloutShard
+    schedule: SourceSchedule | None
 
-    def answers(self, policy_version: int, groups: Sequence[int], begun: Sequence[PartialGroups]) -> bool:
-        """Return whether these are the rows of such a request; nothing that it has stored beside them may be gone."""
-        asked, own = (policy_version, tuple(groups), tuple(begun)), self.described
-        return not own.unfinished and (self.policy_version, own.groups, own.begun) == asked
+    def answers(
+        self,
+        policy_version: int,
+        groups: Sequence[int],
+        begun: Sequence[PartialGroups],
+        schedule: SourceSchedule | None,
+    ) -> bool:
+        """Return whether these are the rows of such a request: all of them, and nothing is to be tried again."""
+        own = self.described
+        has_failed = own.failure is not None or None in own.rewards
+        asked = policy_version, tuple(groups), tuple(begun), schedule
+        is_asked = (self.policy_version, own.groups, own.begun, self.schedule) == asked
+        return is_asked and not own.unfinished and not has_failed
 
 
 class RolloutWorker:
@@ -192,7 +202,9 @@ class RolloutWorker:
             VersionError: The worker doesn't hold `policy_version`.
         """
         self._check_version(policy_version)
-        if (held := self._pending.get((step, shard))) is not None and held.answers(policy_version, groups, begun):
+        schedule = (schedules or {}).get(step)
+        held = self._pending.get((step, shard))
+        if held is not None and held.answers(policy_version, groups, begun, schedule):
             return held.described  # to a driver that was killed before it could commit the answer
         is_first = step != self._generated_step  # of a step, only a worker's first shard is profiled
         self._generated_step, usage = step, EngineUsage()
@@ -206,7 +218,7 @@ class RolloutWorker:
         described = made.replace(
             begun=tuple(begun), unfinished=unfinished, turns=describe(trajectories), telemetry=telemetry
         )
-        self._pending[step, shard] = _PendingShard(policy_version, samples, described)
+        self._pending[step, shard] = _PendingShard(policy_version, samples, described, schedule)
         return described
 
     def has_shard(self, step: int, policy_version: int, shard: int) -> bool:

@@ -155,7 +155,7 @@ class Trainer:
     def _inputs(self, rows: RankRows, micro: MicroBatch) -> LossInputs:
         columns = rows.take(micro.rows)
         row = packed_row(columns, micro.num_tokens)
-        given = {name: as_tensor(columns[name]) for name in _loss_columns(self._config)}
+        given = {name: as_tensor(columns[name]) for name in _loss_columns(self._config) if name not in TURN_COLUMNS}
         if "advantages" in given:
             given["advantages"] = token_advantages(columns)
         if not self._config.loss.observation_coef:  # no other token's log-prob is used

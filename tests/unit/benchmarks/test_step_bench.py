@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks import sft
+from benchmarks.step import run
 from benchmarks.step.run import summarize
 from benchmarks.step.workload import QUICK, write_inputs
 from benchmarks.step.workspace import DATA, MODEL, Workspace
 from schemas.batch import StoreTraffic
+from schemas.errors import ConfigError
 from schemas.step import StepReport
 
 
@@ -39,6 +43,12 @@ def test_the_figures_of_a_run() -> None:
     assert figures["store_share"] == pytest.approx(0.02)
     assert figures["put_ms"] == pytest.approx(17.5)
     assert figures["steps"] == 4
+
+
+@pytest.mark.parametrize("benchmark", [run, sft])
+def test_steps_must_be_left_after_the_warm_up(benchmark: ModuleType) -> None:
+    with pytest.raises(ConfigError, match=r"--steps 2: the first 2 warm up; give at least 3"):
+        benchmark.measure(replace(benchmark.QUICK, steps=2))
 
 
 def test_prompts_have_about_the_tokens_that_are_asked_for(tmp_path: Path) -> None:

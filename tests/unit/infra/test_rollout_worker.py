@@ -38,7 +38,7 @@ from schemas.errors import (
 )
 from schemas.metric_catalog import metric_spec
 from schemas.metrics import Max, Mean, Sum
-from schemas.rollout import RolloutHandle, check_failures
+from schemas.rollout import RolloutHandle, SourceSchedule, check_failures
 from tests.support.rollout_workers import (
     GROUPS,
     NUM_PROMPTS,
@@ -137,7 +137,11 @@ def test_rows_that_wait_are_neither_generated_again_nor_taken_for_another_worker
     worker = worker_of(run_of(folder), store=open_store())
     shard = worker.generate(1, 0, 2, GROUPS)
     assert worker.generate(1, 0, 2, GROUPS) is shard
+    other = SourceSchedule(shares=(1_000_000,), credits=(0,), positions=(3,))
+    assert worker.generate(1, 0, 2, GROUPS, schedules={1: other}) is not shard  # whose prompts may be others
     assert worker.put(1, 0, 2, shard.kept, tuple(shard.parts), holder=1) is None
+    failing = worker_of(run_of(folder, reward="fails_for_some"))
+    assert failing.generate(1, 0, 2, GROUPS) is not failing.generate(1, 0, 2, GROUPS)  # rewards are tried again
     fewer = worker.generate(1, 0, 2, GROUPS[:2])
     assert fewer.groups == tuple(GROUPS[:2])
     assert put(worker, fewer, 1).chunk.num_rows == 2 * NUM_SAMPLES

@@ -1,12 +1,14 @@
 """Behavior log-probs that the update takes from its own forward, and those of a pass before it."""
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rl_core.columns.jagged import as_tensor, jagged, row_lengths
+from rl_core.columns.jagged import TURN_COLUMNS, as_tensor, jagged, row_lengths
 from rl_core.losses import LossInputs
 from rl_core.planning import plan_forward, plan_step
 from rl_core.training import RankRows, ScoringModule, Trainer, score_rows, training_columns
@@ -21,6 +23,11 @@ from tests.support.packed import tiny_qwen3
 from tests.unit.rl_core.loss_inputs import every_loss_of_samples
 
 PROMPTS, RESPONSES = [3, 5, 2, 4], [6, 1, 7, 4]
+_OF_TURNS = {
+    "advantage": {"kind": "turn_level"},
+    "environment": {"kind": "class", "path": "game:Game"},
+    "reward": {"kind": "environment"},
+}
 
 
 @every_loss_of_samples
@@ -70,15 +77,23 @@ def _gradient(loss: LossConfig, token_budget: int) -> tuple[dict[str, torch.Tens
     return found, values(trainer.update(RankRows(rows.rows, pa.record_batch(columns)), update))
 
 
+@pytest.mark.parametrize("sections", [{}, _OF_TURNS], ids=["of rows", "of turns"])
 @pytest.mark.parametrize("token_budget", [64, 12])
-def test_only_tokens_with_a_loss_pass_through_the_head(token_budget: int) -> None:
+def test_only_tokens_with_a_loss_pass_through_the_head(token_budget: int, sections: dict[str, Any]) -> None:
     """Which changes nothing; the reference computes all, and selects those with a loss."""
-    config = run_config(loss={"entropy_coef": 0.01}, optim=OptimConfig(max_grad_norm=1e9), model={"path": "unused"})
+    config = run_config(
+        loss={"entropy_coef": 0.01}, optim=OptimConfig(max_grad_norm=1e9), model={"path": "unused"}, **sections
+    )
     rows = packed_rows(PROMPTS, RESPONSES)
     mask = np.random.default_rng(1).random(sum(RESPONSES)) < 0.4
     mask[6:7] = False  # a row without a loss
     lengths = row_lengths(rows.columns["response_ids"])
     columns = {name: rows.columns[name] for name in rows.columns.schema.names} | {"loss_mask": jagged(mask, lengths)}
+    if sections:  # two turns of each row, with nothing between them, and the first of one token
+        ends, two = np.zeros(8, np.int32), np.full(4, 2)
+        of_turns = np.column_stack([np.ones(4), np.array(RESPONSES) - 1]).astype(np.int32).ravel()
+        advantages = np.arange(8, dtype=np.float32)
+        columns |= zip(TURN_COLUMNS, (jagged(each, two) for each in (advantages, of_turns, ends)), strict=True)
     rows = RankRows(rows.rows, pa.record_batch(columns))
     update = plan_step(
         *(PROMPTS, RESPONSES, [int(part.sum()) for part in np.split(mask, np.cumsum(RESPONSES)[:-1])]),
