@@ -128,7 +128,7 @@ def test_only_tokens_with_a_loss_pass_through_the_head(token_budget: int, sectio
             )
             reference._loss(inputs, update)[0].backward()
     for name, weight in reference.named_parameters().items():
-        torch.testing.assert_close(found[name], weight.grad, rtol=1e-5, atol=1e-7)
+        assert (found[name] - weight.grad).norm() < 2e-6 * weight.grad.norm()
     # Their logits, and the gradients of their states; those of the weight are added in place, which isn't counted.
     counts = [counter.get_flop_counts()["Global"][torch.ops.aten.mm] for counter in (own, every)]
     assert counts[1] - counts[0] == 2 * 2 * 256 * 32 * num_others
