@@ -11,7 +11,16 @@ from dataclasses import asdict
 
 from infra.processes.calls import Call, CallError, Parent
 from infra.processes.threads import ThreadPerCall
-from rl_core.rewards import RewardItem, RewardOutcome, is_concurrent, load_reward, prepare, score_one, turns_of
+from rl_core.rewards import (
+    RewardItem,
+    RewardOutcome,
+    describe_timeout,
+    is_concurrent,
+    load_reward,
+    prepare,
+    score_one,
+    turns_of,
+)
 from rl_core.user_code import outside_of_loop
 from schemas.errors import UserError
 
@@ -48,7 +57,7 @@ async def _serve(parent: Parent) -> None:
                 with Call(parent.mark, number, limit_seconds) as call:
                     outcome = await call.finish(score_one(function, item))
             except CallError:
-                outcome = RewardOutcome.timed_out(limit_seconds)
+                outcome = RewardOutcome.timed_out(limit_seconds, describe_timeout(function))
             parent.answer(number=number, num_hung_threads=threads.num_hung, **asdict(outcome))
 
     parent.answer(ready=True, is_concurrent=is_concurrent(function))

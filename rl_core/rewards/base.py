@@ -62,6 +62,10 @@ class ManagedReward(ABC):
     async def __call__(self, prompt: str, completion: str, answer: str, info: dict[str, Any]) -> Score:
         """Return the response's score."""
 
+    def describe_timeout(self) -> str:
+        """Return what a call may have waited for that took too long; empty if that isn't known."""
+        return ""
+
 
 class WeightedSum(ManagedReward):
     """The weighted sum of named reward functions, itself a reward function.
@@ -82,6 +86,9 @@ class WeightedSum(ManagedReward):
         """Prepare the parts."""
         for _, function in self._parts.values():
             await prepare(function)
+
+    def describe_timeout(self) -> str:
+        return "; ".join(filter(None, (describe_timeout(function) for _, function in self._parts.values())))
 
     async def __call__(self, prompt: str, completion: str, answer: str, info: dict[str, Any]) -> dict[str, float]:
         """Return the sum as `reward`, and its parts.
@@ -113,6 +120,11 @@ def is_concurrent(function: AnyRewardFunction) -> bool:
 def max_calls(function: AnyRewardFunction) -> int | None:
     """Return how many calls may overlap, if they may; None: any number."""
     return function.max_calls if isinstance(function, ManagedReward) else None
+
+
+def describe_timeout(function: AnyRewardFunction) -> str:
+    """Return what a call may have waited for that took too long; empty if that isn't known."""
+    return function.describe_timeout() if isinstance(function, ManagedReward) else ""
 
 
 async def prepare(function: AnyRewardFunction) -> None:

@@ -66,6 +66,10 @@ class Judge(ManagedReward):
         self._scores: OrderedDict[bytes, float] = OrderedDict()  # by question, the latest used last
         self._asking: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._loop: asyncio.AbstractEventLoop | None = None  # of the client: a connection belongs to its loop
+        self._problem = ""  # with the last response, if that was none
+
+    def describe_timeout(self) -> str:
+        return self._problem
 
     async def prepare(self) -> None:
         """Ask something, to see that the judge can be reached.
@@ -121,6 +125,7 @@ class Judge(ManagedReward):
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if response.is_success:
+                    self._problem = ""
                     return self._answer(response)
                 problem = f"HTTP status {response.status_code}: {self._excerpt(response)}"
                 if response.status_code != TOO_MANY_REQUESTS and response.status_code < SERVER_ERROR:
@@ -129,6 +134,9 @@ class Judge(ManagedReward):
                         f"{HINTS.get(response.status_code, '')}"
                     )
                 pause = _retry_after(response)
+            self._problem = f"the judge at {self._url} answered last with {problem}" + (
+                f", and asks for a pause of {pause:g} s: lower reward.concurrency" if pause else ""
+            )
             if num_tries > self._config.max_retries:
                 raise ServiceError(
                     f"the judge at {self._url} failed {num_tries} times, at last with {problem}; see that it runs, or "

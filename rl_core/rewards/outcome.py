@@ -28,9 +28,10 @@ class RewardOutcome:
         return cls(**{**values, "group": tuple(map(cls.from_json, values["group"]))})
 
     @classmethod
-    def timed_out(cls, timeout_seconds: float) -> "RewardOutcome":
-        """Create the outcome of a function that didn't return in time."""
-        return cls(reward=None, failure=f"TimeoutError: no answer within {timeout_seconds:g} s")
+    def timed_out(cls, timeout_seconds: float, details: str = "") -> "RewardOutcome":
+        """Create the outcome of a function that didn't return in time; `details` say what it was waiting for."""
+        failure = f"TimeoutError: no answer within {timeout_seconds:g} s"
+        return cls(reward=None, failure="; ".join(filter(None, [failure, details])))
 
     @classmethod
     def failed(cls, error: BaseException) -> "RewardOutcome":

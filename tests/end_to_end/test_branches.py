@@ -6,6 +6,7 @@ import pytest
 from infra.stores.offline import read_step
 from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of
 from tests.support.programs import PRELUDE
+from tests.support.progress import wait_until
 from tests.support.run_results import Run
 from tests.support.workplace import Workplace
 
@@ -117,6 +118,9 @@ def test_a_killed_run_ends_in_the_same_weights(workplace: Workplace, expected: R
     driver.wait_for(waiting.exists)
     driver.kill()
     held.unlink()
+    journals = run.path / "journal"  # without its worker, what it had is played again from them
+    wait_until(lambda: any("finish_reason" in each.read_text() for each in journals.rglob("*") if each.is_file()))
+    assert workplace.kill_worker("RolloutWorker") == 1
     workplace.sluice("resume", run.run_id)
     assert any(report.telemetry.get("turns/recorded", 0) > 0 for report in run.metrics.steps())
     assert run.weights(STEPS) == expected.weights(STEPS)

@@ -92,6 +92,8 @@ def _reply(question: str, num_earlier: int, server: JudgeServer, key: str | None
         return 500, {"error": "overloaded"}, {}
     if "status 429 once" in text and num_earlier < 1:
         return 429, {"error": "slow down"}, {"Retry-After": "1"}
+    if "busy" in text:
+        return 429, {"error": "slow down"}, {"Retry-After": "300"}
     if "again 429" in text:
         return 429, {"error": "slow down"}, {}
     if "denied" in text:

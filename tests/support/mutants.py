@@ -288,8 +288,8 @@ MUTANTS = (
         name="softcap-slope-without-temperature",
         area="scoring",
         path="rl_core/scoring/head.py",
-        old="(logits * (temperature / softcap))",
-        new="(logits / softcap)",
+        old=".mul_(temperature / softcap)",
+        new=".div_(softcap)",
         tests=("tests/unit/rl_core/test_scoring_head.py", "tests/unit/rl_core/test_model_families.py"),
     ),
     Mutant(

@@ -1,5 +1,7 @@
 """A judge that reward processes ask: when it is down, late or back again."""
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,6 +102,33 @@ def test_the_time_limit_begins_with_a_responses_own_request(server: JudgeServer)
         outcomes = scorer.score(items("hang 1", "hang 2", "3"))
     assert outcomes[:2] == [LATE, LATE]
     assert outcomes[2].reward == 0.3
+
+
+def test_a_pause_that_takes_all_of_the_time_is_named(server: JudgeServer) -> None:
+    with judged_by(server, max_retries=5, timeout_seconds=LIMIT_SECONDS) as scorer:
+        (outcome,) = scorer.score(items("busy"))
+    assert outcome.reward is None
+    assert outcome.failure is not None
+    assert f"{LATE.failure}; the judge at {server.url}/chat/completions answered last with" in outcome.failure
+    assert "HTTP status 429" in outcome.failure
+    assert outcome.failure.endswith("asks for a pause of 300 s: lower reward.concurrency")
+
+
+def test_a_process_that_takes_the_place_of_another_asks_no_judge_that_may_be_busy(server: JudgeServer) -> None:
+    with judged_by(server, num_processes=1) as scorer:
+        scorer.wait_until_ready()
+        assert isinstance(scorer, RewardPool)
+        (pid,) = scorer.pids
+        server.is_down = True
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{pid}/stat").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text())
+        (outcome,) = scorer.score(items("5"))
+        assert outcome.failure is not None
+        assert "failed 1 times" in outcome.failure
+        assert scorer.pids != [pid]
+        server.is_down = False
+        assert scorer.score(items("5"))[0].reward == 0.5
+    assert [request["question"] for request in server.requests].count(READY_QUESTION) == 1
 
 
 def test_one_process_keeps_to_its_number_of_requests(server: JudgeServer) -> None:

@@ -96,7 +96,9 @@ def test_a_fork_takes_no_groups_with_other_columns_or_rewards(tmp_path: Path) ->
     with pytest.raises(RunError, match=r"groups of run demo have another reward.*max_age = 2 steps; .*data.reuse=null"):
         check_parent(rewarded, parent, 4)
     check_parent(rewarded.replace(data=config.data.replace(reuse=None)), parent, 4)
-    check_parent(config.replace(reward=config.reward.replace(timeout_seconds=9.0)), parent, 4)
+    function = {"kind": "function", "path": "rewards:score"}
+    parent.write_config(parent.config().replace(reward=function))
+    check_parent(config.replace(reward={**function, "timeout_seconds": 9.0}), parent, 4)
 
 
 def test_teachers_train_on_groups_with_equal_rewards_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
