@@ -243,12 +243,11 @@ async def _save_what_can_be(
     limit, complete = None, None  # who ends a run waits for it
     if isinstance(error, asyncio.CancelledError | TerminationSignal):
         limit = notice.seconds_left if notice.is_given else CANCEL_SAVE_SECONDS
-    with suppress(PipelineError, TimeoutError):
-        try:
+    try:
+        with suppress(PipelineError, TimeoutError):
             complete = await asyncio.wait_for(save_on_failure(run, policy, evals), limit)
-        except OSError as failed:  # `error` is why the run ends
-            if not isinstance(failed, TimeoutError):
-                get_run_logger().warning("the run directory can't be reached to save a checkpoint: %s", failed)
+    except OSError as failed:  # `error` is why the run ends
+        get_run_logger().warning("the run directory can't be reached to save a checkpoint: %s", failed)
     if not notice.is_given:
         return
     if complete == policy.version:

@@ -21,7 +21,6 @@ from flows.deployments.register import OTHER_OFFERS, Offer, config_offers, load_
 from flows.lifecycle.secrets import take_secrets
 from flows.lifecycle.session import prefect_session
 from flows.pipeline_plan import PipelinePlan, check_pipeline, is_pipeline
-from schemas.config.run import RunConfig
 from schemas.config.runtime import ServicesConfig
 from schemas.errors import ConfigError, ServiceError
 
@@ -103,17 +102,13 @@ def deploy(console: Console, request: Request, work_pool: str, image: str | None
     Raises:
         UserError: A config, the schedule, the work pool or a block is refused; nothing was created.
     """
-    schedule, services = _check(console, request)
+    schedule, services = _check(console, request, evaluates=reactions.evaluate)
     pipelines = [name for name in request.configs if is_pipeline(name)]
     if pipelines and (reactions.notify or reactions.evaluate or reactions.export_to):
         raise ConfigError(
             f"--notify, --evaluate and --export-to are for runs, and {pipelines[0]} is a pipeline; leave them out, or "
             "deploy it on its own"
         )
-    if reactions.evaluate:
-        for name, config in load_configs(request.configs, request.overrides).items():
-            if isinstance(config, RunConfig) and config.data.eval_path is None:
-                raise ConfigError(f"--evaluate: {name} has no data.eval_path; set it, or leave --evaluate out")
     with prefect_session(services, console):
         asyncio.run(_deploy(console, request, schedule, work_pool, image, reactions))
         console.print(f"start a worker, if none runs: prefect worker start --pool {work_pool}", highlight=False)
@@ -191,7 +186,7 @@ def _settings(pool: WorkPool, image: str | None) -> dict[str, Any]:
     return {"work_pool_name": pool.name, "job_variables": {"env": environment, **place}}
 
 
-def _check(console: Console, request: Request) -> tuple[Schedule | None, ServicesConfig]:
+def _check(console: Console, request: Request, *, evaluates: bool = False) -> tuple[Schedule | None, ServicesConfig]:
     """Check schedule and configs; return the schedule, and the services of the first config."""
     schedule = parse_schedule(request.cron, request.timezone)
     configs = load_configs(request.configs, request.overrides)
@@ -202,6 +197,8 @@ def _check(console: Console, request: Request) -> tuple[Schedule | None, Service
         with console.status(f"checking {name}: model, data and reward"):
             if isinstance(config, PipelinePlan):
                 check_pipeline(config)
-            else:
-                check(config)
+                continue
+            if evaluates and config.data.eval_path is None:
+                raise ConfigError(f"--evaluate: {name} has no data.eval_path; set it, or leave --evaluate out")
+            check(config)
     return schedule, next(iter(configs.values())).services

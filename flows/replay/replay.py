@@ -198,9 +198,7 @@ async def _repeat(session: ReplaySession, stored: StoredStep) -> Move:
     before = await session.logprobs(stored, stored.step, "before")
     await session.repeat(stored)
     await session.save(stored.step + 1)
-    moved = before, await session.logprobs(stored, stored.step + 1, "after")
-    stored.release()
-    return moved
+    return released(stored, (before, await session.logprobs(stored, stored.step + 1, "after")))
 
 
 async def compare_methods(

@@ -59,9 +59,14 @@ class RunRecord:
         """Return the mean of a metric over the last `WINDOW_STEPS` steps; None if they lack it."""
         return mean_of(self.steps[-WINDOW_STEPS:], name)
 
+    @property
+    def num_compared(self) -> int:
+        """How many first and last steps are compared."""
+        return averaged_steps(len(self.steps))
+
     def change(self, name: str) -> tuple[float, float] | None:
-        """Return the means of a metric over the run's first and last `averaged_steps`; None if some lack it."""
-        count = averaged_steps(len(self.steps))
+        """Return the means of a metric over the first and the last `num_compared` steps; None if some lack it."""
+        count = self.num_compared
         first, last = mean_of(self.steps[:count], name), mean_of(self.steps[-count:], name)
         return None if first is None or last is None else (first, last)
 

@@ -11,7 +11,6 @@ from flows.report.record import WINDOW_STEPS, RunRecord
 from infra.storage import places
 from infra.storage.runs import RunDirectory
 from schemas.errors import RunError
-from schemas.step import averaged_steps
 
 MAX_ZERO_VARIANCE = 0.5  # fraction of the groups, over the last steps
 MAX_TRUNCATED = 0.2  # fraction of the responses, over the last steps
@@ -42,7 +41,7 @@ def verdict(run: RunRecord) -> str:
     parts = [f"{run.state}, {len(run.steps)} of {run.config.steps} steps"]
     for name in ("reward", "cross_entropy"):
         if (change := run.change(name)) is not None:
-            count = averaged_steps(len(run.steps))
+            count = run.num_compared
             compared = f"mean of the first and last {count} steps" if count > 1 else "first and last step"
             parts.append(f"{name} {change[0]:.3f} → {change[1]:.3f} ({compared})")
     for name in ("loss", "accuracy"):
@@ -99,7 +98,7 @@ def _entropy(run: RunRecord) -> Iterator[str]:
     first, last = run.change("entropy") or (0.0, 0.0)
     if first > 0 and last < MIN_ENTROPY * first:
         yield (
-            f"entropy collapse: {last:.3g} nat over the last {averaged_steps(len(run.steps))} steps, "
+            f"entropy collapse: {last:.3g} nat over the last {run.num_compared} steps, "
             f"{last / first:.0%} of the {first:.3g} nat of the first ones"
         )
 

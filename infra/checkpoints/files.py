@@ -79,12 +79,23 @@ class CheckpointFiles:
 
         Unfinished and damaged checkpoints are skipped, with a warning that says what is wrong with them.
         """
-        for version in reversed(self.versions()):
+        return next(self.undamaged(self.versions(), self.verify), None)
+
+    def undamaged(
+        self, versions: Sequence[int], verify: Callable[[int], Manifest], level: int = logging.WARNING
+    ) -> Iterator[tuple[int, Manifest]]:
+        """Yield those of these versions, oldest first, that can be verified, the newest first, and their manifests.
+
+        Args:
+            versions: The versions.
+            verify: Returns a version's manifest, or raises a CheckpointError, which is logged.
+            level: At which level.
+        """
+        for version in reversed(versions):
             try:
-                return version, self.verify(version)
+                yield version, verify(version)
             except CheckpointError as error:
-                logger.warning("skipped a checkpoint: %s", error)
-        return None
+                logger.log(level, "skipped a checkpoint: %s", error)
 
     def read_manifest(self, version: int) -> Manifest:
         """Return a checkpoint's manifest.

@@ -1,6 +1,5 @@
 """From which checkpoint, and with which stored steps, a run's weights of an earlier version can be had again."""
 
-import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -11,9 +10,7 @@ from infra.storage.lineage import load_fork
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
 from infra.stores.offline import open_own_columns
-from schemas.errors import CheckpointError, RunError
-
-logger = logging.getLogger(__name__)
+from schemas.errors import RunError
 
 
 @dataclass(frozen=True)
@@ -120,15 +117,8 @@ class History:
         return first, last + 1
 
     def _undamaged(self, version: int) -> Iterator[int]:
-        for each in reversed(self.checkpoints.complete_versions()):
-            if each > version:
-                continue
-            try:
-                self.checkpoints.verify(each)
-            except CheckpointError as error:
-                logger.warning("skipped a checkpoint: %s", error)
-                continue
-            yield each
+        earlier = [each for each in self.checkpoints.complete_versions() if each <= version]
+        return (found for found, _ in self.checkpoints.undamaged(earlier, self.checkpoints.verify))
 
     def _kept(self, steps: Collection[int]) -> set[int]:
         if not steps:

@@ -178,7 +178,7 @@ class RunDirectory:
 
     @property
     def is_visible(self) -> bool:
-        """Whether the run was started, as far as this user may know.
+        """Whether the run was started; in a local folder, as far as this user may know.
 
         Raises:
             RunError: The directory can't be reached.
@@ -186,7 +186,7 @@ class RunDirectory:
         try:
             return self.exists
         except RunError as error:
-            if isinstance(error.__cause__, PermissionError):
+            if self.is_local and isinstance(error.__cause__, PermissionError):
                 return False
             raise
 
@@ -201,10 +201,8 @@ class RunDirectory:
             if self.is_local:
                 return (self.path / "config.json").is_file()
             return self.folder.size("config.json") is not None
-        except PermissionError as error:
-            raise RunError(f"{self.url} can't be read: {describe(error)}") from error
         except OSError as error:
-            raise RunError(f"{self.url} can't be read: {describe(error.__cause__ or error)}") from None
+            raise RunError(f"{self.url} can't be read: {describe(error.__cause__ or error)}") from error
 
     @property
     def run_id(self) -> str:

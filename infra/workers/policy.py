@@ -10,13 +10,14 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial, reduce
 from operator import add
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from infra.checkpoints import CheckpointStore, Manifest, PendingCheckpoint, best_version, open_checkpoints
 from infra.checkpoints.state import copy_trained, policy_tensors, restore_policy, swapped_weights
@@ -52,8 +53,6 @@ _FILES_TIMEOUT = timedelta(hours=12)
 
 Value = TypeVar("Value")
 
-logger = logging.getLogger(__name__)
-
 
 class PolicyCheckpoints:
     """One rank's part in a policy's checkpoints. All ranks make the same calls, except for `retain`.
@@ -62,6 +61,7 @@ class PolicyCheckpoints:
         config: The run's configuration.
         store: The run's checkpoints.
         rank: This rank.
+        mesh: All ranks; None for a single one.
         process_group: A gloo group of all ranks that nothing else uses; None for a single one.
 
     Attributes:
@@ -73,10 +73,11 @@ class PolicyCheckpoints:
         config: RunConfig,
         store: CheckpointStore,
         rank: int,
+        mesh: DeviceMesh | None,
         process_group: ProcessGroup | None,
     ) -> None:
         self.store = store
-        self._config, self._rank, self._process_group = config, rank, process_group
+        self._config, self._rank, self._mesh, self._process_group = config, rank, mesh, process_group
         self._pending: PendingCheckpoint | None = None
         self._complete_version: int | None = None  # of the newest complete checkpoint that this rank knows of
 
@@ -85,31 +86,28 @@ class PolicyCheckpoints:
 
         Each rank reads a part of the files. A warning says what is wrong with one that is unfinished or damaged.
         """
-        self._complete_version = None
-        for version in self._gather(self.store.versions())[0][::-1]:
-            try:
-                manifest, fault = self.store.verify(version, self._rank, self._num_ranks), ""
-            except CheckpointError as error:
-                manifest, fault = None, str(error)
-            if not (faults := list(filter(None, self._gather(fault)))):
-                assert manifest is not None
-                self._complete_version = version
-                return version, manifest
-            if self._rank == 0:
-                logger.warning("skipped a checkpoint: %s", faults[0])
-        return None
+        versions, level = self._gather(self.store.versions())[0], logging.WARNING if self._rank == 0 else logging.DEBUG
+        newest = next(self.store.undamaged(versions, self._verify, level), None)
+        self._complete_version = newest[0] if newest else None
+        return newest
 
-    @property
-    def _num_ranks(self) -> int:
-        return 1 if self._process_group is None else dist.get_world_size(self._process_group)
+    def _verify(self, version: int) -> Manifest:
+        """Check this rank's part of a checkpoint's files.
+
+        Raises:
+            CheckpointError: On every rank, of the first one that has found a fault.
+        """
+        try:
+            manifest, fault = self.store.verify(version, self._rank, 1 if self._mesh is None else self._mesh.size()), ""
+        except CheckpointError as error:
+            manifest, fault = None, str(error)
+        faults = [each for each in self._gather(fault) if each]
+        if manifest is None or faults:
+            raise CheckpointError(faults[0])
+        return manifest
 
     def _gather(self, value: Value) -> list[Value]:
-        """Return the values of all ranks, by the group that waits for slow files."""
-        if self._process_group is None:
-            return [value]
-        values: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(values, value, self._process_group)
-        return values
+        return all_gather_object(value, self._mesh, self._process_group)
 
     def save(
         self, version: int, tensors: Mapping[str, Tensor], *, num_updates: int, report: UpdateReport | None
@@ -190,7 +188,7 @@ class PolicyWorker(ScoringWorker):
             self._trainer = Trainer(self._module, self._config, self._mesh)
             store = open_checkpoints(self._directory, self._config.checkpoint)
             group = dist.new_group(backend="gloo", timeout=_FILES_TIMEOUT) if self._mesh is not None else None
-            self._checkpoints = PolicyCheckpoints(self._config, store, self._rank, group)
+            self._checkpoints = PolicyCheckpoints(self._config, store, self._rank, self._mesh, group)
             self._restore()
         device = self._module.model.device
         self._weight_sync = WeightSyncEndpoint(self._run.run_id, device, self._config)

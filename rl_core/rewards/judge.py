@@ -140,8 +140,7 @@ class Judge(ManagedReward):
             if num_tries > self._config.max_retries:
                 raise ServiceError(
                     f"the judge at {self._url} failed {num_tries} times, at last with {problem}; see that it runs, or "
-                    "change reward.url, reward.max_retries or reward.concurrency (in a sum, those of "
-                    "its part)"
+                    "change reward.url, reward.max_retries or reward.concurrency (in a sum, those of its part)"
                 )
             backoff = min(BACKOFF_SECONDS * 2 ** (num_tries - 1), MAX_BACKOFF_SECONDS)
             await asyncio.sleep(max(pause, random.uniform(0, backoff)))

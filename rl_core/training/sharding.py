@@ -5,7 +5,7 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -93,12 +93,18 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def all_gather_object(value: Value, mesh: DeviceMesh | None) -> list[Value]:
-    """Return the values of all ranks, on every rank (a collective); values should be small, as they are pickled."""
+def all_gather_object(value: Value, mesh: DeviceMesh | None, group: ProcessGroup | None = None) -> list[Value]:
+    """Return the values of all ranks, on every rank (a collective); values should be small, as they are pickled.
+
+    Args:
+        value: This rank's.
+        mesh: The ranks; None: this one only.
+        group: A process group of the same ranks; None: the default one.
+    """
     if mesh is None:
         return [value]
     values: list[Value | None] = [None] * mesh.size()
-    dist.all_gather_object(values, value)  # the ranks are the default process group
+    dist.all_gather_object(values, value, group)  # the ranks are the default process group
     return values  # type: ignore[return-value]  # the collective has filled all entries
 
 

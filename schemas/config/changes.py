@@ -55,7 +55,8 @@ CHANGEABLE = (
 )
 # Of a reward model in a sum, of a teacher, and of a container.
 OF_PARTS = re.compile(
-    r"reward\.parts\.\w+\.reward\.(num_workers|url|api_key_variable|max_retries|concurrency)|distillation\.teachers\.\w+\.(num_ranks|max_prompt_tokens)"
+    r"reward\.parts\.\w+\.reward\.(num_workers|url|api_key_variable|max_retries|concurrency)"
+    r"|distillation\.teachers\.\w+\.(num_ranks|max_prompt_tokens)"
     r"|environment\.sandbox\.program"
 )
 FIXED = ("runtime.max_staleness",)

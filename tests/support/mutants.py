@@ -520,8 +520,8 @@ MUTANTS = (
         name="replay-passes-over-checkpoint-of-its-version",
         area="history",
         path="infra/history/past_weights.py",
-        old="            if each > version:\n",
-        new="            if each >= version:\n",
+        old="if each <= version]",
+        new="if each < version]",
         tests=("tests/unit/infra/test_replayed_steps.py", "tests/end_to_end/test_replay.py"),
     ),
     Mutant(
@@ -536,8 +536,8 @@ MUTANTS = (
         name="newest-checkpoint-unverified",
         area="history",
         path="infra/checkpoints/files.py",
-        old="return version, self.verify(version)",
-        new="return version, self.read_manifest(version)",
+        old="self.undamaged(self.versions(), self.verify)",
+        new="self.undamaged(self.versions(), self.read_manifest)",
         tests=("tests/unit/infra/test_checkpoint_damage.py",),
     ),
     Mutant(
