@@ -16,7 +16,6 @@ from infra.storage.runs import RunDirectory
 from infra.stores.chunk_index import MemoryStore
 from infra.workers.rollout import RolloutWorker
 from infra.workers.sft import SftWorker
-from rl_core.planning import plan_forward
 from rl_core.rollout.evaluation import split_prompts, summarize, summarize_held_out
 from schemas.config.load import override_config
 from schemas.config.run import RunConfig
@@ -92,10 +91,9 @@ def _score_held_out(directory: RunDirectory, config: RunConfig) -> EvalReport:
     run, store = _here(directory, config)
     worker = SftWorker(run, store=store)
     version = worker.start().version
-    started, lengths = time.perf_counter(), worker.held_out_lengths()
-    plan = plan_forward(*lengths, num_ranks=1, token_budget=config.packing.token_budget)
+    started, plan = time.perf_counter(), worker.plan_held_out(1)
     parts = [worker.score_held_out(plan, version)]
-    return summarize_held_out(version, len(lengths[0]), parts, time.perf_counter() - started)
+    return summarize_held_out(version, len(plan.rows), parts, time.perf_counter() - started)
 
 
 def _of_held_out(config: RunConfig, data_path: str | None, num_prompts: int | None) -> RunConfig:

@@ -82,6 +82,7 @@ CATALOG: dict[str, ColumnSpec] = _by_name(
     ColumnSpec(name="info", axis="row", dtypes=("string",), producer="rollout", unit="JSON"),
     ColumnSpec(name="sample_id", axis="row", dtypes=("string",), producer="rollout"),
     ColumnSpec(name="group_id", axis="row", dtypes=("int32",), producer="rollout"),
+    ColumnSpec(name="prefix_tokens", axis="row", dtypes=("int32",), producer="rollout", unit="token"),
     ColumnSpec(name="finish_reason", axis="row", dtypes=("string",), producer="rollout"),
     ColumnSpec(name="turn_tokens", axis="turn", dtypes=("int32",), producer="rollout", unit="token"),
     ColumnSpec(name="turn_bridge_tokens", axis="turn", dtypes=("int32",), producer="rollout", unit="token"),

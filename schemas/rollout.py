@@ -96,6 +96,8 @@ class RolloutShard(Frozen):
     num_turns: PackedInts = PackedInts()  # N; none if no environment answers
     turn_rewards: PackedFloats = PackedFloats()  # of all rows' turns, row by row
     pairs_apart: PackedFloats = PackedFloats()  # N, of tokens on different branches of a row; none if no row branches
+    prefixes: PackedInts = PackedInts()  # N; rows with the same number begin with the same tokens; none if no rows do
+    prefix_lengths: PackedInts = PackedInts()  # N, these tokens
     parts: dict[str, PackedFloats] = Field(default_factory=dict)  # N each; None: the row lacks this part
     token_lag: NonNegativeInt | None = None  # the sum over tokens of step - version, if several versions sampled
     begun: tuple[PartialGroups, ...] = ()  # what it continued, of its own step and later ones
@@ -272,6 +274,14 @@ class RolloutHandle(Frozen):
         """Pairs of tokens on different branches of each row; none if no row branches."""
         shards = self.shards if any(shard.pairs_apart for shard in self.shards) else ()
         return PackedFloats.concat(shard.pairs_apart or PackedFloats((0.0,) * shard.num_rows) for shard in shards)
+
+    @property
+    def prefixes(self) -> tuple[PackedInts, PackedInts] | None:
+        """What each row begins with as others of its shard do, by number, and its tokens; None: nothing."""
+        if not any(shard.prefixes for shard in self.shards):
+            return None
+        (shard,) = self.shards  # of the rows of supervised fine-tuning, which alone have any
+        return shard.prefixes, shard.prefix_lengths
 
     @property
     def truncated(self) -> PackedInts:

@@ -13,7 +13,6 @@ from infra.stores.step_columns import sweep_steps
 from infra.workers import colocation
 from infra.workers.generate import evaluate_shard, sync_workers
 from infra.workers.launch import find_group, get_group, get_worker, rollout_pool, start_workers
-from rl_core.planning import plan_forward
 from rl_core.rollout.evaluation import split_prompts, summarize, summarize_held_out
 from schemas.errors import CheckpointError
 from schemas.placement import PhaseMemory, WorkerPlace
@@ -137,10 +136,9 @@ async def _sample_held_out(run: RunHandle, policy: PolicyHandle) -> EvalReport:
 
 async def _score_held_out(run: RunHandle, policy: PolicyHandle) -> EvalReport:
     group, started = await get_group(run, "policy"), time.perf_counter()
-    lengths = await call(group.ranks[0], "held_out_lengths")
-    plan = plan_forward(*lengths, num_ranks=len(group.ranks), token_budget=run.config.packing.token_budget)
+    plan = await call(group.ranks[0], "plan_held_out", len(group.ranks))
     parts = await group.call("score_held_out", plan, policy.version)
-    return summarize_held_out(policy.version, len(lengths[0]), parts, time.perf_counter() - started)
+    return summarize_held_out(policy.version, len(plan.rows), parts, time.perf_counter() - started)
 
 
 @operation("publish")

@@ -26,6 +26,7 @@ WORKERS = {
     "reference": "ReferenceWorker",
     "index": "StoreIndex",
 }
+PROGRAMS = {"environment": _PROGRAM, "engine": "own_engine/engine.py"}  # of rollout workers
 SERVICES = {"prefect": "prefect server", "raylet": "raylet/raylet", "gcs": "gcs_server"}
 KINDS = ("driver", *WORKERS, *SERVICES, "stop", "disk", "store")
 ENDS_COMMAND = ("driver", "raylet", "gcs", "disk")
@@ -53,7 +54,8 @@ class Choice(NamedTuple):
 
 ANY = Choice()
 # Runs with agents are theirs for most of the time.
-OF_AGENTS = Choice(("environment", "driver", "rollout"), ("rollout", "rollout", "rollout", "put"), 3.0)
+OF_AGENTS = Choice(("environment", "driver", "rollout", "raylet"), ("rollout", "rollout", "rollout", "put"), 3.0)
+WITH_ENGINE = OF_AGENTS._replace(kinds=("engine", *OF_AGENTS.kinds))
 
 
 class Fault(NamedTuple):
@@ -132,15 +134,16 @@ def _targets(place: Workplace, kind: str) -> list[psutil.Process]:
     """Return the processes of which a fault strikes one; a full disk strikes all."""
     if kind in SERVICES:
         return _find_service(place, kind)
-    if kind == "environment":
-        return [each for worker in _workers(place, [WORKERS["rollout"]]) for each in _environments(worker)]
+    if kind in PROGRAMS:
+        of_rollout = _workers(place, [WORKERS["rollout"]])
+        return [each for worker in of_rollout for each in _children(worker, PROGRAMS[kind])]
     return _workers(place, [WORKERS[kind]] if kind in WORKERS else list(WORKERS.values()))
 
 
-def _environments(worker: psutil.Process) -> list[psutil.Process]:
-    """Return the environment processes of a rollout worker."""
+def _children(worker: psutil.Process, program: str) -> list[psutil.Process]:
+    """Return a worker's processes that run a program."""
     with suppress(psutil.NoSuchProcess):
-        return [child for child in worker.children() if _PROGRAM in child.cmdline()]
+        return [child for child in worker.children() if any(each.endswith(program) for each in child.cmdline())]
     return []
 
 

@@ -1,6 +1,8 @@
 """The campaign: an undisturbed run, then runs with faults, resumed until they end."""
 
+import json
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +14,7 @@ from typing import Any
 from rich.console import Group
 
 from benchmarks.chaos.failing_store import BUCKET, PROTOCOL, install
-from benchmarks.chaos.faults import ANY, OF_AGENTS, STEPS, Choice, Fault, choose_faults, strike
+from benchmarks.chaos.faults import ANY, OF_AGENTS, STEPS, WITH_ENGINE, Choice, Fault, choose_faults, strike
 from benchmarks.chaos.results import Results, leaked_files, leaked_processes, read_results
 from benchmarks.command import Benchmark, Report, option, table, temporary_place
 from tests.support.progress import Deadlock
@@ -28,11 +30,14 @@ CONFIG = (
 FAULTLESS = ("updates_applied_twice", "leaked_bytes", "leaked_processes", "hangs", "tracebacks")  # 0 in a good report
 WORKERS = ("runtime.num_policy_ranks=2", "rollout.num_workers=2")
 AGENT = Path(__file__).parent / "agent.py"
+ENGINE = Path(__file__).parents[2] / "examples" / "own_engine" / "engine.py"
+CLIENTS = ("completions", "messages")  # of agents
+LIBRARIES = ("openai", "anthropic", "langchain", "pydantic_ai", "openai_agents")  # which these use
 AGENTS = (
-    f'environment={{kind="program", command=["{{python}}", "{AGENT}"], max_turn_tokens=8}}',
     *('reward={kind="environment"}', "rollout.max_response_tokens=200", "packing.token_budget=800"),
     f"rollout.stop_token_ids={[*range(40), 259]}",  # a tiny model rarely ends a turn itself
 )
+PROGRAM = ("rollout.kind=program", f"rollout.program={ENGINE}", f"rollout.python={sys.executable}")
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +49,22 @@ class Plan:
     kills: int = option(10, "faults")
     seed: int = option(0, "seed of the faults and their moments")
     agents: bool = option(False, "whether rows are trajectories of agents, whose environment processes are killed, too")
+    python: str = option("", "an interpreter with the libraries of agents, over which they ask, too")
+    engine: bool = option(False, "whether a program samples for agents, examples/own_engine, which is killed, too")
 
 
 def measure(plan: Plan) -> Report:
     """Disturb real runs at random moments, resume them, and compare them with an undisturbed run."""
     with temporary_place(Workplace) as place:
-        options = [*WORKERS, *(AGENTS if plan.agents else ())]
-        return disturb(place, plan.kills, plan.seed, options, OF_AGENTS if plan.agents else ANY)
+        if not plan.agents:
+            return disturb(place, plan.kills, plan.seed)
+        python, clients = (
+            (Path(plan.python).absolute(), [*CLIENTS, *LIBRARIES]) if plan.python else ("{python}", CLIENTS)
+        )
+        command = json.dumps([str(python), str(AGENT), *clients])
+        environment = f'environment={{kind="program", command={command}, max_turn_tokens=8}}'
+        options = [*WORKERS, *(PROGRAM if plan.engine else ()), environment, *AGENTS]
+        return disturb(place, plan.kills, plan.seed, options, WITH_ENGINE if plan.engine else OF_AGENTS)
 
 
 def disturb(

@@ -22,7 +22,8 @@ from infra.engines.families import with_sharing
 from infra.models.load import experts_dtype, load_tokenizer, num_embeddings
 from infra.workers.layout import decide_device
 from rl_core.columns.codec import arrow_type, encoded_bytes, value_bits
-from rl_core.columns.jagged import token_dtype
+from rl_core.columns.jagged import PREFIX_COLUMN, token_dtype
+from rl_core.columns.prompts import find_prefixes
 from rl_core.planning import plan_forward, plan_step
 from rl_core.rollout.chat import decode_texts
 from rl_core.rollout.curriculum import plan_sources
@@ -49,6 +50,7 @@ class SimulatedStep:
     max_turns: int = 1
     max_teacher_prompt_tokens: int = 0  # of a teacher that doesn't read the policy's prompts
     mask_tokens: int = 0  # that truncation leaves at a position; without a top-k, assumed
+    prefixes: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # see `find_prefixes`
 
     @property
     def prompt_lengths(self) -> NDArray[np.int64]:
@@ -138,11 +140,14 @@ def measure_step(config: RunConfig, fill: float = 0.5, data: PromptDataset | Non
         "token_budget": config.packing.token_budget,
         "groups": np.arange(len(prompts)) // step.samples_per_prompt,
         "share_prompts": config.packing.share_prompts,
+        "prefixes": step.prefixes if config.packing.share_prompts else None,
     }
     plan = plan_step(
         prompts, responses, step.loss_tokens, num_updates=config.optim.updates_per_step, seed=config.seed, **packing
     )
     dtypes = column_dtypes(config, num_embeddings(config.model))
+    if packing["prefixes"] is None:
+        dtypes.pop(PREFIX_COLUMN, None)
     columns, chunk_bytes = column_bytes(step, dtypes), _chunk_bytes(config, dtypes)
     store_bytes = _total(columns) + chunk_bytes
     most_store_bytes = _total(column_bytes(step.at_longest(), dtypes)) + chunk_bytes
@@ -180,7 +185,11 @@ def _micro_tokens(config: RunConfig, updates: Sequence[UpdatePlan], step: Simula
 def _longest_tokens(config: RunConfig, step: SimulatedStep) -> int:
     """Return the tokens that are computed, at least, if every response is at its longest."""
     samples = step.samples_per_prompt if config.packing.share_prompts else 1
-    return int(step.prompt_lengths[::samples].sum() + step.at_longest().response_lengths.sum())
+    num_tokens = int(step.prompt_lengths[::samples].sum() + step.at_longest().response_lengths.sum())
+    if config.packing.share_prompts and step.prefixes is not None:
+        numbers, common = step.prefixes
+        num_tokens -= int(common.sum() - common[np.unique(numbers, return_index=True)[1]].sum())
+    return num_tokens
 
 
 def _num_micros(config: RunConfig, plan: StepPlan, step: SimulatedStep) -> int:
@@ -297,6 +306,7 @@ def _first_step(config: RunConfig, data: PromptDataset) -> SimulatedStep:
         prompts=[replace(row, prompt_text=text) for row, text in zip(rows, texts, strict=True)],
         response_lengths=np.array([len(row.response_ids) for row in rows], dtype=np.int64),
         loss_tokens=np.array([row.loss_mask.sum() for row in rows], dtype=np.int64),
+        prefixes=find_prefixes([row.prompt_ids for row in rows], sum(row.num_tokens for row in rows)),
         samples_per_prompt=1,
         rows_per_prompt=1,
         max_response_tokens=int(data.response_lengths.max()),
@@ -352,8 +362,7 @@ def _absent_columns(config: RunConfig) -> set[str]:
         absent.add("teacher_prompt_ids")
     if config.distillation is None or not config.distillation.reads_top:
         absent.update(TOP_COLUMNS)
-    if config.sft is not None:
-        absent.add("sampler_logprobs")
+    absent.add(PREFIX_COLUMN if config.sft is None else "sampler_logprobs")
     return absent if config.environments else absent | turns
 
 

@@ -136,7 +136,10 @@ def with_sharing(config: RunConfig) -> tuple[RunConfig, str]:
         raise ConfigError(f"packing.share_prompts = true, but samples can't share a prompt: {fault}; leave it out")
     line = f"each sample's prompt is computed for itself: {fault}"
     if fault is None:
-        line = "a prompt is computed once for its samples in a micro-batch (packing.share_prompts)"
+        what = "a prompt is computed once for its samples"
+        if config.sft is not None:
+            what = "what rows begin with in common is computed once"
+        line = f"{what} in a micro-batch (packing.share_prompts)"
     if _may_branch(config) and (of_branches := branch_fault(config)) is not None:
         line += f"; a trajectory that branches fails, as {of_branches}"
     return config.replace(packing=config.packing.replace(share_prompts=fault is None)), line
@@ -154,7 +157,6 @@ def branch_fault(config: RunConfig) -> str | None:
 def _sharing_fault(config: RunConfig) -> str | None:
     """Return why samples can't share prompts; None: they can."""
     faults = {
-        "rows of supervised fine-tuning have a prompt of their own": config.sft is not None,
         'packing.kind is "padded"': config.packing.kind == "padded",
         "rollout.router_replay replays the experts of each sample's prompt": config.rollout.router_replay,
         "an environment of a class or a program may add to each sample's prompt": _may_branch(config),

@@ -9,8 +9,16 @@ import pyarrow as pa
 
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
-from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of, flat_values, offsets, pairs_apart, row_lengths
-from rl_core.columns.prompts import repeat_prompts, rows_of_prompts
+from rl_core.columns.jagged import (
+    BRANCH_COLUMNS,
+    PREFIX_COLUMN,
+    branches_of,
+    flat_values,
+    offsets,
+    pairs_apart,
+    row_lengths,
+)
+from rl_core.columns.prompts import number_prefixes, repeat_prompts, rows_of_prompts
 from rl_core.rollout.responses import describe_responses
 from rl_core.views import new_batch
 from schemas.batch import BatchHandle, ChunkRef
@@ -25,7 +33,7 @@ TURNS = "turn_tokens"  # a column of responses of several turns
 # What `shard_of` reads, besides the columns of rewards; those that take most bytes aren't among them.
 _SCALARS = {
     *("prompt_ids", "response_ids", "loss_mask", "finish_reason", "sample_id", "group_id", "turn_rewards"),
-    *BRANCH_COLUMNS,
+    *(*BRANCH_COLUMNS, PREFIX_COLUMN),
 }
 
 
@@ -161,6 +169,9 @@ def shard_of(number: int, columns: pa.RecordBatch, first_reused: int) -> Rollout
     prompts, responses = row_lengths(columns["prompt_ids"]), row_lengths(columns["response_ids"])
     may_branch = BRANCH_COLUMNS[-1] in columns.schema.names  # steps of 0.3.0 have turns, and no such column
     branches = branches_of(*(columns[name] for name in BRANCH_COLUMNS)) if may_branch else None
+    prefixes: Sequence[int] = ()
+    if PREFIX_COLUMN in columns.schema.names:
+        prefixes = number_prefixes(_rows_of(columns["prompt_ids"]), columns[PREFIX_COLUMN].to_numpy()).tolist()
     return RolloutShard(
         shard=number,
         worker=0,
@@ -175,6 +186,8 @@ def shard_of(number: int, columns: pa.RecordBatch, first_reused: int) -> Rollout
         num_turns=tuple(row_lengths(columns[TURNS]).tolist()) if turns else (),
         turn_rewards=tuple(columns["turn_rewards"].flatten().to_pylist()) if turns else (),
         pairs_apart=tuple(pairs_apart(prompts, responses, branches)) if branches else (),
+        prefixes=tuple(prefixes),
+        prefix_lengths=tuple(columns[PREFIX_COLUMN].to_pylist()) if prefixes else (),
         parts={name.removeprefix(REWARD_PART_PREFIX): tuple(columns[name].to_pylist()) for name in sorted(parts)},
     )
 

@@ -48,7 +48,7 @@ _CLASSES: dict[Role, type] = {
 }
 _SFT_POLICY = _worker(
     "infra.workers.sft:SftWorker",
-    *(*_RANK, *_POLICY, "describe_rows", "put_rows", "held_out_lengths", "score_held_out"),
+    *(*_RANK, *_POLICY, "describe_rows", "put_rows", "plan_held_out", "score_held_out"),
 )
 
 

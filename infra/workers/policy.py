@@ -30,13 +30,13 @@ from infra.weights.endpoint import WeightSyncEndpoint
 from infra.weights.probe import score_probe
 from infra.workers.scoring import ScoringWorker
 from infra.workers.telemetry import profiled
-from rl_core.columns.jagged import as_tensor, row_lengths
+from rl_core.columns.jagged import PREFIX_COLUMN, as_tensor, row_lengths
 from rl_core.planning.plan import rank_rows
 from rl_core.storages import Tensors, storage_bytes
 from rl_core.telemetry import micro_batch_seconds
 from rl_core.training import RankRows, Trainer, policy_columns, training_columns
 from rl_core.training.optimizer import moments_of
-from rl_core.training.rows import TOKEN_COLUMNS, branch_columns
+from rl_core.training.rows import TOKEN_COLUMNS, layout_columns
 from rl_core.training.sharding import all_gather_object, full_tensor
 from rl_core.views import select
 from schemas.batch import BatchHandle
@@ -265,7 +265,7 @@ class PolicyWorker(ScoringWorker):
     def _update(self, batch: BatchHandle, plan: StepPlan, version: int) -> None:
         self._check_version(version)
         rows = rank_rows(plan.updates, self._rank)
-        names = dict.fromkeys((*training_columns(self._config), *branch_columns(batch.columns)))
+        names = dict.fromkeys((*training_columns(self._config), *layout_columns(batch.columns)))
         mine = RankRows(rows, self._store.read(select(batch, rows), tuple(names)))
         self.wake(["weights", "optimizer"])
         incarnation, self._incarnation = self._incarnation, ""  # unusable until all updates are applied
@@ -297,7 +297,10 @@ class PolicyWorker(ScoringWorker):
             seconds = self._trainer.stopwatch.take()  # waits for the device
             elapsed = time.perf_counter() - started
         prompts, responses = (row_lengths(rows.columns[name]) for name in TOKEN_COLUMNS)
-        num_tokens = int((prompts + responses).sum())
+        num_tokens, num_responses = int((prompts + responses).sum()), int(responses.sum())
+        if PREFIX_COLUMN in rows.columns.schema.names:  # of which some are shared
+            common = rows.columns[PREFIX_COLUMN].to_numpy().astype(np.int64)
+            prompts, responses = common, prompts + responses - common
         computed = sum(micro.num_tokens for update in plan.updates for micro in update.rank(self._rank))
         observed = self._config.loss.observation_coef > 0
         speed = self._telemetry.throughput(
@@ -310,7 +313,7 @@ class PolicyWorker(ScoringWorker):
                 checkpointing=False,
                 is_frozen=self._config.model.lora is not None,
                 num_shared=num_tokens - computed,
-                num_scored=None if observed else int(as_tensor(rows.columns["loss_mask"]).sum()),
+                num_scored=num_responses if observed else int(as_tensor(rows.columns["loss_mask"]).sum()),
             ),
         )
         num_micros = sum(update.num_micros for update in plan.updates)

@@ -31,7 +31,7 @@ from rl_core.losses.kl import row_kl
 from rl_core.planning.plan import rank_rows
 from rl_core.storages import Offload, Tensors
 from rl_core.training import RankRows, mask_columns, score_top
-from rl_core.training.rows import TOKEN_COLUMNS, TOP_COLUMNS, branch_columns
+from rl_core.training.rows import TOKEN_COLUMNS, TOP_COLUMNS, layout_columns
 from rl_core.training.sharding import make_mesh, release_gathered
 from rl_core.views import encode_ints, select
 from schemas.batch import BatchHandle, ChunkKey
@@ -142,7 +142,7 @@ class ScoringWorker:
         if not len(rows) and self._mesh is None:
             return ScoreResult(put=None)
         mine = select(batch, rows)
-        names = (*inputs, *(("loss_mask", "behavior_logprobs") if kl else ()), *branch_columns(batch.columns))
+        names = (*inputs, *(("loss_mask", "behavior_logprobs") if kl else ()), *layout_columns(batch.columns))
         columns = self._store.read(mine, names).rename_columns([*TOKEN_COLUMNS, *names[len(TOKEN_COLUMNS) :]])
         self.wake(["weights"])
         started = time.perf_counter()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets.sft import SftDataset, SftRow, token_columns
@@ -14,7 +15,9 @@ from infra.models.load import load_tokenizer, num_embeddings
 from infra.workers.inputs import check_inputs, open_rows
 from infra.workers.policy import PolicyWorker
 from rl_core.columns.codec import value_dtypes
-from rl_core.columns.jagged import as_tensor, token_dtype
+from rl_core.columns.jagged import PREFIX_COLUMN, as_tensor, token_dtype
+from rl_core.columns.prompts import find_prefixes
+from rl_core.planning import plan_forward
 from rl_core.rollout.chat import decode_texts
 from rl_core.rollout.responses import describe_responses
 from rl_core.training.rows import packed_row
@@ -34,6 +37,7 @@ class SftWorker(PolicyWorker):
         """Return the scalars of the rows that a step takes, which `put_rows` puts, and the epochs up to its end."""
         rows = self._rows_of(step)
         numbers = tuple(range(len(rows)))
+        prefixes, prefix_lengths = self._prefixes(rows) or ((), ())
         shard = RolloutShard(
             shard=0,
             worker=0,
@@ -41,6 +45,8 @@ class SftWorker(PolicyWorker):
             rewards=(None,) * len(rows),
             group_ids=numbers,
             prompt_lengths=tuple(len(row.prompt_ids) for row in rows),
+            prefixes=tuple(map(int, prefixes)),
+            prefix_lengths=tuple(map(int, prefix_lengths)),
             **describe_responses(
                 [row.response_ids for row in rows], [row.loss_mask for row in rows], ["stop"] * len(rows)
             ),
@@ -58,7 +64,9 @@ class SftWorker(PolicyWorker):
         texts = {"prompt_text": prompts, "response_text": responses, "answer": [""] * len(rows)}
         texts |= {"info": ["{}"] * len(rows), "finish_reason": ["stop"] * len(rows)}
         texts["sample_id"] = [make_sample_id(step, number, 0) for number in range(len(rows))]
-        numbers = {"group_id": range(len(rows)), "policy_version": [step] * len(rows)}
+        numbers: dict[str, Any] = {"group_id": range(len(rows)), "policy_version": [step] * len(rows)}
+        if (prefixes := self._prefixes(rows)) is not None:
+            numbers[PREFIX_COLUMN] = prefixes[1]
         columns = pa.record_batch(
             {
                 **token_columns(rows, self._dtype),
@@ -71,10 +79,16 @@ class SftWorker(PolicyWorker):
         self._store.flush()
         return PutResult(chunk=chunk, dtypes=value_dtypes(columns), traffic=self._store.take_traffic("put"))
 
-    def held_out_lengths(self) -> tuple[list[int], list[int]]:
-        """Return the prompt and response lengths of the held-out rows to score, in tokens."""
+    def plan_held_out(self, num_ranks: int) -> ForwardPlan:
+        """Return the assignment of the held-out rows to the ranks that score them."""
         rows, count = self._held_out_rows, self._config.eval.num_prompts
-        return rows.prompt_lengths[:count].tolist(), rows.response_lengths[:count].tolist()
+        return plan_forward(
+            rows.prompt_lengths[:count],
+            rows.response_lengths[:count],
+            num_ranks=num_ranks,
+            token_budget=self._config.packing.token_budget,
+            prefixes=self._held_out_prefixes,
+        )
 
     def score_held_out(self, plan: ForwardPlan, version: int) -> Metrics:
         """Return loss and accuracy of this rank's held-out tokens, which merge exactly.
@@ -92,7 +106,11 @@ class SftWorker(PolicyWorker):
         with self._collective(), torch.no_grad():
             for micro in plan.rank(self._rank):
                 columns = pa.record_batch(token_columns([self._held_out_rows[row] for row in micro.rows], self._dtype))
-                row, mask = packed_row(columns).to(self._module.model.device), as_tensor(columns["loss_mask"])
+                if self._held_out_prefixes is not None:
+                    common = self._held_out_prefixes[1][[*micro.rows]]
+                    columns = columns.append_column(PREFIX_COLUMN, pa.array(common, pa.int32()))
+                row = packed_row(columns, micro.num_tokens).to(self._module.model.device)
+                mask = as_tensor(columns["loss_mask"])
                 scores = self._module(row, top_k=1)
                 loss -= float(scores.logprobs.cpu()[mask].double().sum())
                 num_correct += int((scores.top_ids[:, 0] == row.targets).cpu()[mask].sum())
@@ -116,6 +134,17 @@ class SftWorker(PolicyWorker):
         assert self._config.data.eval_path is not None, "there are no held-out rows"
         check_inputs(self._directory, self._config)
         return open_rows(self._directory, self._config, "held-out")
+
+    @cached_property
+    def _held_out_prefixes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        rows = self._held_out_rows
+        return self._prefixes([rows[number] for number in range(min(len(rows), self._config.eval.num_prompts))])
+
+    def _prefixes(self, rows: Sequence[SftRow]) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """Return what rows begin with in common, see `find_prefixes`, if a micro-batch computes it once."""
+        if not self._config.packing.share_prompts:
+            return None
+        return find_prefixes([row.prompt_ids for row in rows], sum(row.num_tokens for row in rows))
 
     @property
     def _dtype(self) -> np.dtype[Any]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 BRANCH_COLUMNS = ("turn_tokens", "turn_bridge_tokens", "turn_parents")
+PREFIX_COLUMN = "prefix_tokens"  # how many tokens a row begins with as others of its step do
 TURN_COLUMNS = ("turn_advantages", "turn_tokens", "turn_bridge_tokens")
 
 

@@ -6,6 +6,7 @@ batch handle has the prompts' columns as a group of their own, whose segments re
 """
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,63 @@ import pyarrow.compute as pc
 from rl_core.columns.gather import Ints
 from rl_core.columns.jagged import is_jagged, row_lengths, to_numpy
 from schemas.catalog import column_spec
+
+MIN_COMMON = 0.05  # of a step's tokens: with less in common, rows are computed apart
+
+
+def find_prefixes(prompts: Sequence[Ints], num_tokens: int) -> tuple[Ints, Ints] | None:
+    """Find what prompts of different rows begin with in common, as a system prompt: with as few tokens left as can be.
+
+    Rows sorted by their tokens are divided into runs, of which each has its longest common beginning once.
+
+    Args:
+        prompts: N prompts, of at least one token each.
+        num_tokens: Of the rows, responses included.
+
+    Returns:
+        [N] numbers, equal for rows that begin with the same tokens, and [N] how many tokens these are, at least 1; None
+        if rows have less in common than `MIN_COMMON` of their tokens.
+
+    Example:
+        >>> numbers, lengths = find_prefixes([np.array([5, 6, 7]), np.array([8]), np.array([5, 6, 9, 9])], 9)
+        >>> numbers.tolist(), lengths.tolist()
+        ([0, 1, 0], [2, 1, 2])
+    """
+    keys = [np.ascontiguousarray(prompt, dtype=">u4").tobytes() for prompt in prompts]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    common = [_num_common(prompts[above], prompts[below]) for above, below in itertools.pairwise(order)]
+    saved = np.zeros(len(order) + 1, dtype=np.int64)  # by the first rows of the order, at most
+    starts = np.zeros(len(order) + 1, dtype=np.int64)  # of the last run of them
+    shared = np.zeros(len(order), dtype=np.int64)  # what each row has in common with all those up to the last one
+    for stop, row in enumerate(order, start=1):
+        if stop > 1:
+            np.minimum(shared[: stop - 1], common[stop - 2], out=shared[: stop - 1])
+        shared[stop - 1] = len(prompts[row])
+        found = saved[:stop] + shared[:stop] * np.arange(stop - 1, -1, -1)
+        starts[stop] = stop - 1 - found[::-1].argmax()  # the shortest run that saves as much
+        saved[stop] = found[starts[stop]]
+    if saved[-1] < MIN_COMMON * num_tokens:
+        return None
+    lengths, stop = np.empty(len(order), dtype=np.int64), len(order)
+    while stop:
+        run = order[starts[stop] : stop]
+        lengths[run] = min([len(prompts[run[0]]), *common[starts[stop] : stop - 1]])
+        stop = starts[stop]
+    return number_prefixes(prompts, lengths), lengths
+
+
+def number_prefixes(prompts: Sequence[Ints], lengths: Ints) -> Ints:
+    """Number rows by the first tokens of their prompts, so many of each: [N], from 0."""
+    numbers: dict[bytes, int] = {}
+    firsts = (prompt[:length].tobytes() for prompt, length in zip(prompts, lengths.tolist(), strict=True))
+    return np.array([numbers.setdefault(first, len(numbers)) for first in firsts], dtype=np.int64)
+
+
+def _num_common(first: Ints, second: Ints) -> int:
+    """Return how many tokens two prompts begin with in common."""
+    size = min(len(first), len(second))
+    differ = np.flatnonzero(first[:size] != second[:size])
+    return int(differ[0]) if differ.size else size
 
 
 def share_prompts(columns: pa.RecordBatch) -> pa.RecordBatch:

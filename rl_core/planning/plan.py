@@ -19,6 +19,7 @@ from schemas.plan import ForwardPlan, RankPlan, StepPlan, UpdatePlan
 
 Counts = NDArray[np.int64]
 PairsLike = NDArray[Any] | Sequence[float | None]  # counts, which may exceed 2^31; none is None
+PrefixesLike = tuple[IntsLike, IntsLike] | None
 
 
 def plan_step(
@@ -32,6 +33,7 @@ def plan_step(
     seed: int,
     groups: IntsLike | None = None,
     share_prompts: bool = False,
+    prefixes: PrefixesLike = None,
     pairs_apart: PairsLike = (),
 ) -> StepPlan:
     """Plan all updates of one step.
@@ -51,6 +53,8 @@ def plan_step(
         seed: Seed of the shuffle.
         groups: [N] non-negative numbers; rows of the same group have the same prompt. None: each row is a group.
         share_prompts: Whether the prompt of a group is computed, and counts, once in a micro-batch.
+        prefixes: [N] numbers, equal for rows that begin with the same tokens, which are computed, and count, once in a
+            micro-batch, instead of a group's prompt; and [N] how many tokens these are. None: there are none.
         pairs_apart: [N] pairs of each row's tokens that are on different branches, which cost nothing; empty: no row
             branches.
 
@@ -75,7 +79,7 @@ def plan_step(
     live = _live_rows(trained)
     check_budget(live, lengths, token_budget)
     numbers = _group_numbers(groups, len(lengths))
-    sizes = RowSizes.of(prompts, responses, numbers if share_prompts else None, _check_apart(pairs_apart, len(lengths)))
+    sizes = _row_sizes(prompts, responses, numbers if share_prompts else None, prefixes, pairs_apart)
     updates = []
     for rows in np.array_split(_shuffled(live, numbers, seed), min(num_updates, len(live))):
         chosen = np.zeros(len(lengths), dtype=bool)
@@ -107,6 +111,7 @@ def plan_forward(
     token_budget: int,
     groups: IntsLike | None = None,
     share_prompts: bool = False,
+    prefixes: PrefixesLike = None,
     pairs_apart: PairsLike = (),
 ) -> ForwardPlan:
     """Plan one forward pass over all rows, such as for log-probs: without a shuffle or denominators.
@@ -118,6 +123,7 @@ def plan_forward(
         token_budget: The maximum number of prompt + response tokens in a micro-batch.
         groups: [N] see `plan_step`.
         share_prompts: See `plan_step`.
+        prefixes: See `plan_step`.
         pairs_apart: See `plan_step`.
 
     Returns:
@@ -137,7 +143,7 @@ def plan_forward(
     rows = np.arange(len(lengths), dtype=np.int64)
     check_budget(rows, lengths, token_budget)
     numbers = _group_numbers(groups, len(lengths)) if share_prompts else None
-    sizes = RowSizes.of(prompts, responses, numbers, _check_apart(pairs_apart, len(lengths)))
+    sizes = _row_sizes(prompts, responses, numbers, prefixes, pairs_apart)
     ranks = _plan_ranks(rows, sizes, num_ranks, token_budget)
     return ForwardPlan(**dict(ranks), token_budget=token_budget)
 
@@ -161,6 +167,22 @@ def _group_numbers(groups: IntsLike | None, num_rows: int) -> Counts | None:
     if len(numbers) != num_rows:
         raise PlanError(f"there are {len(numbers)} group numbers for {num_rows} rows; expected one of each per row")
     return numbers
+
+
+def _row_sizes(
+    prompts: Counts, responses: Counts, groups: Counts | None, prefixes: PrefixesLike, pairs_apart: PairsLike
+) -> RowSizes:
+    """Return the sizes of rows, which share the prompt of a group, or what they begin with in common."""
+    lengths, apart = prompts + responses, _check_apart(pairs_apart, len(prompts))
+    if prefixes is None:
+        return RowSizes.of(prompts, responses, groups, apart)
+    numbers, common = (as_int64(values) for values in prefixes)
+    if not len(numbers) == len(common) == len(lengths) or ((common < 0) | (common > prompts)).any():
+        raise PlanError(
+            f"there are {len(numbers)} numbers and {len(common)} lengths of what {len(lengths)} rows begin with; "
+            "expected one of each per row, and none longer than its prompt"
+        )
+    return RowSizes.of(common, lengths - common, numbers, apart)
 
 
 def _check_apart(pairs_apart: PairsLike, num_rows: int) -> NDArray[np.float64] | None:

@@ -12,6 +12,7 @@ from torch.profiler import record_function
 
 from rl_core.columns.jagged import (
     BRANCH_COLUMNS,
+    PREFIX_COLUMN,
     TURN_COLUMNS,
     advantages_of_turns,
     as_tensor,
@@ -52,8 +53,8 @@ def packed_row(columns: pa.RecordBatch, num_tokens: int | None = None) -> Packed
 
     Args:
         columns: The rows.
-        num_tokens: What the plan counts for them: less than they have if equal prompts are to be computed once. None:
-            all that they have.
+        num_tokens: What the plan counts for them: less than they have if equal prompts, or `PREFIX_COLUMN` of each, are
+            to be computed once. None: all that they have.
 
     Raises:
         ScoringError: They have more tokens than planned, as their prompts differ.
@@ -64,11 +65,11 @@ def packed_row(columns: pa.RecordBatch, num_tokens: int | None = None) -> Packed
     experts = [as_tensor(columns[name]) for name in EXPERT_COLUMNS] if replayed else None
     every = int(prompt_lengths.sum() + response_lengths.sum())
     planned = every if num_tokens is None else num_tokens
+    parts, of_response = (as_tensor(prompts), prompt_lengths, as_tensor(responses), response_lengths), None
+    if planned < every and PREFIX_COLUMN in columns.schema.names:
+        parts, of_response = _after_prefixes(*parts, columns[PREFIX_COLUMN].to_numpy())
     row = pack_row(
-        as_tensor(prompts),
-        prompt_lengths,
-        as_tensor(responses),
-        response_lengths,
+        *parts,
         (experts[0], experts[1]) if experts else None,
         share_prompts=planned < every,
         branches=_branches(columns, prompt_lengths) if BRANCH_COLUMNS[-1] in columns.schema.names else (),
@@ -78,6 +79,8 @@ def packed_row(columns: pa.RecordBatch, num_tokens: int | None = None) -> Packed
             f"a micro-batch of {len(prompt_lengths)} rows has {len(row.input_ids)} tokens, but is planned for "
             f"{planned}: prompts of a group differ, which the plan takes for equal; set packing.share_prompts = false"
         )
+    if of_response is not None:
+        row = row.score_only(of_response)
     further = {"mask_counts": MASK_COLUMNS[0], "mask_ids": MASK_COLUMNS[1], "top_ids": TOP_COLUMNS[1]}
     given: dict[str, Any] = {
         name: as_tensor(columns[column]).to(torch.int64)
@@ -87,9 +90,32 @@ def packed_row(columns: pa.RecordBatch, num_tokens: int | None = None) -> Packed
     return replace(row, **given) if given else row
 
 
-def branch_columns(stored: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the columns by which rows branch, if they are among those that are stored; else ()."""
-    return BRANCH_COLUMNS if BRANCH_COLUMNS[-1] in stored else ()
+def _after_prefixes(
+    prompt_ids: torch.Tensor,
+    prompts: NDArray[np.int64],
+    response_ids: torch.Tensor,
+    responses: NDArray[np.int64],
+    prefixes: NDArray[np.int32],
+) -> tuple[tuple[torch.Tensor, NDArray[np.int64], torch.Tensor, NDArray[np.int64]], torch.Tensor]:
+    """Divide rows after their first tokens, so many of each, instead of after their prompts.
+
+    Returns:
+        Both parts with their lengths, as they are given; and which tokens of the second are a response's, bool.
+    """
+    rest = prompts - prefixes
+    in_prefix, of_response = (
+        torch.from_numpy(np.repeat(np.tile([first, not first], len(prompts)), np.stack(sizes, axis=1).ravel()))
+        for first, sizes in ((True, (prefixes, rest)), (False, (rest, responses)))
+    )
+    ids = response_ids.new_empty(len(of_response))
+    ids[~of_response], ids[of_response] = prompt_ids[~in_prefix], response_ids
+    return (prompt_ids[in_prefix], prefixes.astype(np.int64), ids, rest + responses), of_response
+
+
+def layout_columns(stored: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the columns by which rows branch, or share what they begin with, of those that are stored."""
+    branches = BRANCH_COLUMNS if BRANCH_COLUMNS[-1] in stored else ()
+    return (*branches, PREFIX_COLUMN) if PREFIX_COLUMN in stored else branches
 
 
 def _branches(columns: pa.RecordBatch, prompt_lengths: NDArray[np.int64]) -> list[Branch]:

@@ -22,7 +22,7 @@ def test_faults_are_a_function_of_the_seed_and_cover_everything() -> None:
 
 
 def test_runs_of_agents_have_faults_of_their_own() -> None:
-    kinds = Counter(fault.kind for run in choose_faults(SEED, 30, OF_AGENTS) for fault in run)
+    kinds = Counter(fault.kind for run in choose_faults(SEED, 40, OF_AGENTS) for fault in run)
     assert kinds == dict.fromkeys(OF_AGENTS.kinds, 10)
 
 

@@ -21,7 +21,7 @@ from infra.stores.files import ReplayColumnStore
 from infra.stores.offline import read_step
 from infra.workers.samples import Sample, make_shard, to_columns
 from infra.workers.sampling import ScoredResponse
-from rl_core.columns.jagged import jagged
+from rl_core.columns.jagged import PREFIX_COLUMN, jagged
 from rl_core.rewards import RewardOutcome
 from schemas.batch import ChunkKey
 from schemas.errors import ChunkCorruptedError, InvalidKeyError, RunError
@@ -103,7 +103,17 @@ def test_columns_tell_of_rows_what_their_worker_told(has_turns: bool) -> None:
     stored = shard_of(0, columns, first_reused=1_000)
     for name in (*PER_ROW, "groups", "turn_rewards", "parts"):
         assert getattr(stored, name) == getattr(told, name), f"{name}: `shard_of` must give what `make_shard` gave"
-    assert not [name for name in PER_ROW if has_turns and not getattr(told, name)], "`make_shard` doesn't give these"
+    lacking = {name for name in PER_ROW if not getattr(told, name)}
+    of_given_rows = {"prefixes", "prefix_lengths"}
+    assert not has_turns or lacking == of_given_rows, "`make_shard` doesn't give these"
+
+
+def test_columns_tell_what_rows_begin_with() -> None:
+    columns = to_columns(samples_of(has_turns=False), 3, END + 1, ["letters"])
+    lengths = [len(PROMPT_IDS) - row % 2 for row in range(columns.num_rows)]
+    shard = shard_of(0, columns.append_column(PREFIX_COLUMN, pa.array(lengths, pa.int32())), 1_000)
+    assert shard.prefix_lengths == lengths
+    assert shard.prefixes == [row % 2 for row in range(columns.num_rows)]
 
 
 def test_steps_of_0_3_0_have_turns_that_do_not_branch() -> None:
