@@ -88,8 +88,7 @@ def _parts(config: RunConfig, plan: Plan, fill: float) -> Iterator[str | Table]:
         f"padding: 0 tokens; a padded batch would be {footprint.padded_tokens:,} tokens, "
         f"{footprint.pad_waste:.1%} of them padding"
     )
-    if config.sft is None:
-        yield _sharing(footprint)
+    yield _sharing(footprint)
     yield f"updates: {footprint.plan}" + ("" if config.sft else f"\nscoring: {footprint.forward}")
     yield (
         f"columns: {len(footprint.columns)}, of {format_bytes(footprint.store_bytes)} a step, or "

@@ -17,7 +17,7 @@ from rl_core.columns.gather import Ints
 from rl_core.columns.jagged import is_jagged, row_lengths, to_numpy
 from schemas.catalog import column_spec
 
-MIN_COMMON = 0.05  # of a step's tokens: with less in common, rows are computed apart
+MIN_COMMON = 0.1  # of a step's tokens: with less in common, rows are computed apart
 
 
 def find_prefixes(prompts: Sequence[Ints], num_tokens: int) -> tuple[Ints, Ints] | None:
