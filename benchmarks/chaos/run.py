@@ -31,6 +31,9 @@ FAULTLESS = ("updates_applied_twice", "leaked_bytes", "leaked_processes", "hangs
 WORKERS = ("runtime.num_policy_ranks=2", "rollout.num_workers=2")
 AGENT = Path(__file__).parent / "agent.py"
 ENGINE = Path(__file__).parents[2] / "examples" / "own_engine" / "engine.py"
+LIMITS = (
+    "reset_timeout_seconds=300, step_timeout_seconds=300"  # one that is reached is a failure, which isn't asked for
+)
 CLIENTS = ("completions", "messages")  # of agents
 LIBRARIES = ("openai", "anthropic", "langchain", "pydantic_ai", "openai_agents")  # which these use
 AGENTS = (
@@ -62,7 +65,7 @@ def measure(plan: Plan) -> Report:
             (Path(plan.python).absolute(), [*CLIENTS, *LIBRARIES]) if plan.python else ("{python}", CLIENTS)
         )
         command = json.dumps([str(python), str(AGENT), *clients])
-        environment = f'environment={{kind="program", command={command}, max_turn_tokens=8}}'
+        environment = f'environment={{kind="program", command={command}, max_turn_tokens=8, {LIMITS}}}'
         options = [*WORKERS, *(PROGRAM if plan.engine else ()), environment, *AGENTS]
         return disturb(place, plan.kills, plan.seed, options, WITH_ENGINE if plan.engine else OF_AGENTS)
 

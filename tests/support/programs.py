@@ -12,7 +12,7 @@ from rl_core.environments.base import Task
 from schemas.config.environment import ProgramEnvironment
 from schemas.config.rollout import TransformersRollout
 
-LIMIT_SECONDS = 20.0  # of a program's start and of its steps, on a busy machine
+LIMIT_SECONDS = 120.0  # of a program's start and of its steps, on a busy machine
 PRELUDE = '''
 import json, os, sys, time, urllib.error, urllib.request
 

@@ -76,7 +76,7 @@ def test_the_stored_columns_agree_with_the_report(folder: Path) -> None:
     assert rows.num_rows == NUM_PROMPTS * NUM_SAMPLES
     produced = {name for name, spec in CATALOG.items() if spec.producer == "rollout" and spec.axis != "turn"}
     of_others = {"sampler_versions", "episode_end", "teacher_prompt_ids"}  # staleness, environments, distillation
-    of_others |= {"sampling_mask_counts", "sampling_mask_ids"}  # truncation
+    of_others |= {"sampling_mask_counts", "sampling_mask_ids", "prefix_tokens"}  # truncation; fine-tuning
     assert set(rows.schema.names) == produced - of_others | {"reward_index"}
     assert rows["prompt_ids"].type.value_type == pa.uint16()
     assert row_lengths(rows["response_ids"]).tolist() == list(shard.response_lengths) == list(shard.loss_tokens)
