@@ -17,6 +17,7 @@ from benchmarks.chaos.failing_store import BUCKET, PROTOCOL, install
 from benchmarks.chaos.faults import ANY, OF_AGENTS, STEPS, WITH_ENGINE, Choice, Fault, choose_faults, strike
 from benchmarks.chaos.results import Results, leaked_files, leaked_processes, read_results
 from benchmarks.command import Benchmark, Report, option, table, temporary_place
+from schemas.errors import ConfigError
 from tests.support.progress import Deadlock
 from tests.support.workplace import Command, Workplace
 
@@ -31,9 +32,8 @@ FAULTLESS = ("updates_applied_twice", "leaked_bytes", "leaked_processes", "hangs
 WORKERS = ("runtime.num_policy_ranks=2", "rollout.num_workers=2")
 AGENT = Path(__file__).parent / "agent.py"
 ENGINE = Path(__file__).parents[2] / "examples" / "own_engine" / "engine.py"
-LIMITS = (
-    "reset_timeout_seconds=300, step_timeout_seconds=300"  # one that is reached is a failure, which isn't asked for
-)
+# A limit that is reached on a busy machine would be one more fault.
+LIMITS = "reset_timeout_seconds=300, step_timeout_seconds=300"
 CLIENTS = ("completions", "messages")  # of agents
 LIBRARIES = ("openai", "anthropic", "langchain", "pydantic_ai", "openai_agents")  # which these use
 AGENTS = (
@@ -58,6 +58,8 @@ class Plan:
 
 def measure(plan: Plan) -> Report:
     """Disturb real runs at random moments, resume them, and compare them with an undisturbed run."""
+    if not plan.agents and (plan.python or plan.engine):
+        raise ConfigError("--python and --engine are for runs with agents; add --agents, or leave them out")
     with temporary_place(Workplace) as place:
         if not plan.agents:
             return disturb(place, plan.kills, plan.seed)

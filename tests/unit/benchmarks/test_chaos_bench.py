@@ -1,11 +1,13 @@
 """The choice of the faults and the verdict; CI runs the campaign itself (`make chaos`)."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from benchmarks.chaos.faults import FAULTS_PER_RUN, KINDS, MOMENTS, OF_AGENTS, choose_faults
-from benchmarks.chaos.run import FAULTLESS, is_passed
+from benchmarks.chaos.run import FAULTLESS, Plan, is_passed, measure
+from schemas.errors import ConfigError
 
 SEED = 0
 
@@ -24,6 +26,12 @@ def test_faults_are_a_function_of_the_seed_and_cover_everything() -> None:
 def test_runs_of_agents_have_faults_of_their_own() -> None:
     kinds = Counter(fault.kind for run in choose_faults(SEED, 40, OF_AGENTS) for fault in run)
     assert kinds == dict.fromkeys(OF_AGENTS.kinds, 10)
+
+
+@pytest.mark.parametrize("option", [{"python": "python3"}, {"engine": True}])
+def test_options_of_agents_are_refused_without_them(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="add --agents"):
+        measure(Plan(**option))
 
 
 @pytest.mark.parametrize("name", ["identical", *FAULTLESS])
