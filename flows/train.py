@@ -2,8 +2,9 @@
 
 import asyncio
 import hashlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -150,20 +151,29 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         events = RunEvents(run_id, directory.runs_dir, directory.metrics.num_steps())
         try:
             notice = Notice(config.timeouts.notice_seconds)
-            work = while_ray_lives(_training_loop(run, directory, monitors, events, notice))
-            async with newest_steps_kept(run_id, config.services):
-                run = await run_until(watch_lock(directory), terminable(work, notice))
-            summary = summarize(directory, open_store(run).usage().num_bytes)
-            directory.write_summary(summary)
+            with _workers_ended(run, directory):
+                work = while_ray_lives(_training_loop(run, directory, monitors, events, notice))
+                async with newest_steps_kept(run_id, config.services):
+                    run = await run_until(watch_lock(directory), terminable(work, notice))
+                summary = summarize(directory, open_store(run).usage().num_bytes)
+            directory.write_summary(summary)  # makes it complete: nothing is left that a resumed one had to end
             await report_run(run, directory, summary)
             return summary
         finally:
             done = directory.metrics.num_steps()
             events.end(done, is_complete=done == config.steps)
-            if holds_lock(directory):  # else they belong to another driver by now
-                with suppress(RayLostError):  # they are gone with it
-                    kill_workers(run.identity, config)
-                    close_store(directory, config)
+
+
+@contextmanager
+def _workers_ended(run: RunHandle, directory: RunDirectory) -> Iterator[None]:
+    """Kill the run's workers and close its store after the block."""
+    try:
+        yield
+    finally:
+        if holds_lock(directory):  # else they belong to another driver by now
+            with suppress(RayLostError):  # they are gone with it
+                kill_workers(run.identity, run.config)
+                close_store(directory, run.config)
 
 
 def _with_sharing(config: RunConfig) -> RunConfig:

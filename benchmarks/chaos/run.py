@@ -2,7 +2,9 @@
 
 import json
 import logging
+import shutil
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from benchmarks.chaos.results import Results, leaked_files, leaked_processes, re
 from benchmarks.command import Benchmark, Report, option, table, temporary_place
 from schemas.errors import ConfigError
 from tests.support.progress import Deadlock
+from tests.support.run_results import Run
 from tests.support.workplace import Command, Workplace
 
 UNDISTURBED = "chaos-undisturbed"
@@ -111,6 +114,8 @@ def disturb(
         identical = identical and not differing
         faults += campaign.faults
         logger.info("%s: %d faults, %s", campaign.run.run_id, len(campaign.faults), differing or "identical")
+        if differing:
+            logger.warning("%s is kept in %s", campaign.run.run_id, _keep(place, campaign.run))
         for name, size in files.items():
             logger.warning("%s left a file of %d bytes: %s", campaign.run.run_id, size, name)
         for process in leaked:
@@ -209,6 +214,16 @@ def _store_options(place: Workplace) -> list[str]:
     """Return the options of a run that keeps columns and checkpoints in the store that can fail."""
     folders = {"store": "columns", "checkpoint": "policy"}
     return [f"{name}.url={PROTOCOL}://{place.folder / BUCKET / folder}" for name, folder in folders.items()]
+
+
+def _keep(place: Workplace, run: Run) -> Path:
+    """Copy what a run and the undisturbed one have left, as the workplace is removed; return the folder."""
+    kept = Path(tempfile.mkdtemp(prefix=f"sluice-{run.run_id}-"))
+    for each in (run, place.run(UNDISTURBED)):
+        shutil.copytree(each.path, kept / each.run_id)
+    if (place.folder / BUCKET).exists():
+        shutil.copytree(place.folder / BUCKET, kept / BUCKET)
+    return kept
 
 
 def _last_line(command: Command) -> str:

@@ -70,6 +70,7 @@ class Slot(ABC, Generic[AnyCall]):
         self.sent: dict[int, AnyCall] = {}
         self.process = start()
         self.num_hung = 0
+        self._has_ended_while_loading = False
 
     def take(self) -> bool:
         """Send the next waiting call if the process can take it now, a suspect on its own; return whether it could."""
@@ -130,7 +131,7 @@ class Slot(ABC, Generic[AnyCall]):
             if "warning" in answer:
                 logger.warning("%s", answer["warning"])
             elif "ready" in answer:
-                self.process.ready = answer
+                self.process.ready, self._has_ended_while_loading = answer, False
             else:
                 self.num_hung = answer.pop("num_hung_threads")
                 self._answer(self.sent.pop(answer.pop("number"), None), answer)
@@ -155,12 +156,8 @@ class Slot(ABC, Generic[AnyCall]):
         process, now = self.process, time.monotonic()
         how = process.kill(GRACE_SECONDS if loss == "ended" else 0.0)  # its socket closes a little before its end
         self._record(process.receive())  # what it sent before it was killed
-        if process.ready is None:
-            what = f"ended with {how}" if loss == "ended" else f"took more than {READY_SECONDS:g} s"
-            advice = "; what its module does when it is imported ends it" if loss == "ended" else ""
-            raise self.load_error(f"{self.kind} {self._name!r}: a process {what} while it {self.loading}{advice}")
         running, outstanding = process.mark.running, list(self.sent.values())
-        causes = self._causes(loss, running, now)
+        causes = self._causes(loss, running, now) if process.ready else self._causes_while_loading(loss, how)
         self._waiting.extendleft(call for call in reversed(outstanding) if call not in causes)
         self.restart()
         message = {
@@ -171,6 +168,19 @@ class Slot(ABC, Generic[AnyCall]):
         logger.warning("%s process %d of %s is replaced: %s", self.kind, process.pid, self._name, message)
         for call in causes:
             self._fail(call, "died" if loss == "ended" else "timeout", message, running, now)
+
+    def _causes_while_loading(self, loss: Loss, how: str) -> Sequence[AnyCall]:
+        """Return no call: none was the cause of the loss of a process that was not ready.
+
+        Raises:
+            UserError: The user's code was: it took too long, or ended the second process in a row, too.
+        """
+        if loss == "ended" and not self._has_ended_while_loading:
+            self._has_ended_while_loading = True
+            return []
+        what = f"ended with {how}" if loss == "ended" else f"took more than {READY_SECONDS:g} s"
+        advice = "; what its module does when it is imported ends it" if loss == "ended" else ""
+        raise self.load_error(f"{self.kind} {self._name!r}: a process {what} while it {self.loading}{advice}")
 
     def _causes(self, loss: Loss, running: Running, now: float) -> Sequence[AnyCall]:
         """Return the call that was the cause of a loss, if there is one, and mark suspects.

@@ -85,6 +85,24 @@ def test_a_class_that_cannot_be_imported_says_so(tmp_path: Path, monkeypatch: py
         pass
 
 
+def test_a_process_that_is_killed_while_it_imports_the_class_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "killed_environments.py").write_text(
+        "import os, pathlib, signal\n"
+        "from tests.support.faulty_environments import Counting\n"
+        "mark = pathlib.Path(__file__).with_name('mark')\n"
+        "if not mark.exists():\n"
+        "    mark.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with opened("killed_environments:Counting") as pool:
+        pool.wait_until_ready()
+        open_rows(pool, "a")
+        assert contents(step_rows(pool, ["1"])[0]) == counted(0, "1")
+
+
 def test_a_data_row_that_is_not_json_is_its_rows_failure() -> None:
     with opened("Counting") as pool:
         pool.open(0, {"prompt": [], "answer": "", "info": {"set": {1}}}, seed=0)
