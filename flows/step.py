@@ -147,7 +147,7 @@ async def score_batch(
     if config.kl.coef:
         passes["reference"] = lambda rows: score_reference(run, policy, rows, rollout.group_ids, rollout.pairs_apart)
     if config.distillation:
-        passes["teacher"] = lambda rows: score_teachers(run, policy, rows)
+        passes["teacher"] = lambda rows: score_teachers(run, policy, rows, rollout.group_ids)
     scores: dict[str, ScoredColumn] = {}
     if len(passes) > 1 and score_together(config):
         # A phase is what the step waits for: `reference` only lasts for as long as the reference takes longer.

@@ -84,10 +84,19 @@ class ScoreResult(Frozen):
 
 
 class TeacherRows(Frozen):
-    """The rows of a batch that a teacher scores: n, ascending."""
+    """The rows of a batch that a teacher scores: n, ascending.
 
-    rows: EncodedInts  # n
-    prompt_lengths: EncodedInts | None = None  # n, tokens; None: it reads the batch's own prompts
+    Attributes:
+        rows: n numbers.
+        prompt_lengths: n, tokens; None: it reads the batch's own prompts.
+        prompts: n numbers, equal for rows of which it reads the same prompt; None: as above.
+        shares_prompts: Whether it computes a prompt once for its rows in a micro-batch.
+    """
+
+    rows: EncodedInts
+    prompt_lengths: EncodedInts | None = None
+    prompts: EncodedInts | None = None
+    shares_prompts: bool = False
 
 
 class UpdateReport(Frozen):

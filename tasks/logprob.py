@@ -15,7 +15,7 @@ from infra.workers.placement import score_together
 from rl_core.planning import plan_forward
 from rl_core.planning.plan import PairsLike, rows_by_rank
 from rl_core.views import decode_ints, select, with_column
-from rl_core.views.integers import IntsLike
+from rl_core.views.integers import IntsLike, as_int64
 from schemas.batch import BatchHandle
 from schemas.metrics import merge_metrics
 from schemas.plan import ForwardPlan
@@ -47,17 +47,24 @@ async def score_reference(
 
 
 @stage("teacher")
-async def score_teachers(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> ScoredColumn:
-    """Add `teacher_logprobs`: each row's log-probs under its teacher, given the prompt that this one reads."""
+async def score_teachers(run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: IntsLike) -> ScoredColumn:
+    """Add `teacher_logprobs`: each row's log-probs under its teacher, given the prompt that this one reads.
+
+    Args:
+        run: The run.
+        policy: The policy.
+        batch: The rows.
+        groups: The group of each row, which all have the same prompt if the config shares prompts.
+    """
     assert run.config.distillation is not None, "a run without teachers has no such stage"
-    scoring = [_score_teacher(run, policy, batch, name) for name in run.config.distillation.teachers]
+    scoring = [_score_teacher(run, policy, batch, groups, name) for name in run.config.distillation.teachers]
     parts = await asyncio.gather(*scoring) if score_together(run.config) else [await each for each in scoring]
     rows = np.concatenate([rows for rows, _ in parts])
     return _with_results(run, batch, rows, [result for _, results in parts for result in results])
 
 
 async def _score_teacher(
-    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, name: str
+    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: IntsLike, name: str
 ) -> tuple[np.ndarray, list[ScoreResult]]:
     """Have a teacher score its rows; return these, rank by rank, and the ranks' results."""
     numbers = teacher_workers(run.config).get(name)
@@ -68,7 +75,8 @@ async def _score_teacher(
         return rows, []
     mine = select(batch, rows)
     lengths = mine.prompt_lengths if own.prompt_lengths is None else own.prompt_lengths
-    plan = plan_scoring(run, mine, group, prompt_lengths=decode_ints(lengths))
+    prompts = as_int64(groups)[rows] if own.prompts is None else decode_ints(own.prompts)
+    plan = plan_scoring(run, mine, group, prompts if own.shares_prompts else None, prompt_lengths=decode_ints(lengths))
     how = ("score", mine, plan) if numbers else ("score_teacher", mine, plan, name, policy.version)
     return rows[rows_by_rank(plan)], await group.call(*how)
 

@@ -135,7 +135,8 @@ class ReplaySession:
             groups.append(scored.group)
             row_kl = scored.row_kl
         if config.distillation:
-            groups.append((await score_teachers.fn(self.run, policy, with_groups(batch, groups))).group)
+            scored = await score_teachers.fn(self.run, policy, with_groups(batch, groups), rollout.group_ids)
+            groups.append(scored.group)
         if config.time_shares_gpus:
             for frozen in frozen_groups(config):
                 await (await get_group(self.run, *frozen)).call("sleep", ("weights",))

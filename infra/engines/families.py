@@ -151,7 +151,7 @@ def branch_fault(config: RunConfig) -> str | None:
         'packing.kind is "padded"': config.packing.kind == "padded",
         "teachers read each row as one path": config.distillation is not None,
     }
-    return next((fault for fault, is_so in faults.items() if is_so), None) or _structural_fault(config)
+    return next((fault for fault, is_so in faults.items() if is_so), None) or _structural_fault(_family_of(config))
 
 
 def _sharing_fault(config: RunConfig) -> str | None:
@@ -163,7 +163,20 @@ def _sharing_fault(config: RunConfig) -> str | None:
     }
     if (fault := next((fault for fault, is_so in faults.items() if is_so), None)) is not None:
         return fault
-    return _structural_fault(config)
+    return _structural_fault(_family_of(config))
+
+
+def shares_prompts(config: RunConfig, model: ModelConfig, longest: int) -> bool:
+    """Return whether samples share the prompts that a teacher reads.
+
+    Args:
+        config: The run, of which `with_sharing` has decided whether samples share the policy's prompts.
+        model: The teacher.
+        longest: See `check_scoring`.
+    """
+    found = load_config(model.path)
+    family = _Family(found.to_json_string(use_diff=False), longest, found)
+    return bool(config.packing.share_prompts) and _structural_fault(family) is None
 
 
 def _may_branch(config: RunConfig) -> bool:
@@ -171,9 +184,8 @@ def _may_branch(config: RunConfig) -> bool:
     return any(environment.kind != "tools" for environment in config.environments)
 
 
-def _structural_fault(config: RunConfig) -> str | None:
-    """Return why packed sequences of a run's model can't have tokens in common; None: they can."""
-    family = _family_of(config)
+def _structural_fault(family: "_Family") -> str | None:
+    """Return why packed sequences of a family's models can't have tokens in common; None: they can."""
     structure = _structure(family)
     if structure is None:
         return f"no tiny model of {family.config.model_type} runs that would show whether its sequences can share one"

@@ -16,7 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 def load_scoring_module(
-    config: RunConfig, model: ModelConfig, device: torch.device, mesh: DeviceMesh | None = None, *, trains: bool
+    config: RunConfig,
+    model: ModelConfig,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    *,
+    trains: bool,
+    shares_prompts: bool | None = None,
 ) -> tuple[ScoringModule, DeviceMesh | None]:
     """Build, shard and load a model, and probe it.
 
@@ -27,6 +33,7 @@ def load_scoring_module(
         mesh: The ranks; None: this rank alone.
         trains: Whether it is the policy, with adapters, whose weights are kept in float32; else they are frozen, and
             kept only in the compute dtype.
+        shares_prompts: Whether samples share prompts; None: as the config says.
 
     Returns:
         The module; and the mesh that it is sharded over, of this rank alone if FSDP only makes the copies of weights in
@@ -39,10 +46,10 @@ def load_scoring_module(
     """
     empty = empty_policy(model) if trains else empty_model(model).requires_grad_(False)
     replays = trains and config.rollout.router_replay
-    packing = config.packing if model.path == config.model.path else config.packing.replace(share_prompts=False)
+    packing = config.packing
     module = ScoringModule(
         empty,
-        packing,  # a teacher's rows have prompts of their own
+        packing if shares_prompts is None else packing.replace(share_prompts=shares_prompts),
         config.rollout.temperature,
         router_replay=replays,
         num_tokens=num_embeddings(config.model),  # a teacher may have more

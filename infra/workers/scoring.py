@@ -15,6 +15,7 @@ import ray
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from infra.engines.families import shares_prompts
 from infra.models.load import num_embeddings
 from infra.models.scoring import load_scoring_module
 from infra.ray.device import choose_device, set_threads
@@ -26,7 +27,8 @@ from infra.stores.open import open_store
 from infra.workers.layout import teacher_workers
 from infra.workers.telemetry import WorkerTelemetry, profiled
 from rl_core.columns.codec import value_dtypes
-from rl_core.columns.jagged import flat_values, jagged, row_lengths, token_dtype
+from rl_core.columns.jagged import flat_values, jagged, offsets, row_lengths, token_dtype
+from rl_core.columns.prompts import number_prefixes
 from rl_core.losses.kl import row_kl
 from rl_core.planning.plan import rank_rows
 from rl_core.storages import Offload, Tensors
@@ -93,14 +95,23 @@ class ScoringWorker:
         """Return the parts that can be moved, with the tensors of each."""
         return {"weights": self._module.parameters}
 
-    def _load(self, model: ModelConfig, group: ProcessGroupHandle | None, *, trains: bool) -> None:
+    def _load(
+        self,
+        model: ModelConfig,
+        group: ProcessGroupHandle | None,
+        *,
+        trains: bool,
+        shares_prompts: bool | None = None,
+    ) -> None:
         """Join the other ranks, shard the model and load this rank's part; with None as `group`, this rank is alone."""
         set_threads(self._config.runtime.num_threads)
         device = choose_device()
         torch.manual_seed(self._config.seed)
         self._store: ColumnStore = self._given_store or open_store(self._run)
         mesh = self._join(group, device, self._config.runtime.num_policy_replicas if trains else 1)
-        self._module, self._mesh = load_scoring_module(self._config, model, device, mesh, trains=trains)
+        self._module, self._mesh = load_scoring_module(
+            self._config, model, device, mesh, trains=trains, shares_prompts=shares_prompts
+        )
         self._offload = Offload(self._parts())
         self._group_id = group.group_id if group else uuid.uuid4().hex
         self._telemetry = WorkerTelemetry(f"{self.role}-{self._number}", model, device, model.dtype_on(device.type))
@@ -190,9 +201,15 @@ class ScoringWorker:
             names = [distillation.teacher_of(json.loads(info)["data_source"]) for info in infos]
             rows = np.flatnonzero([name == teacher for name in names])
         if distillation.teachers[teacher].prompt is None or not len(rows):
-            return TeacherRows(rows=encode_ints(rows))
-        prompts = self._store.read(select(batch, rows), ["teacher_prompt_ids"])["teacher_prompt_ids"]
-        return TeacherRows(rows=encode_ints(rows), prompt_lengths=encode_ints(row_lengths(prompts)))
+            return TeacherRows(rows=encode_ints(rows), shares_prompts=self._module.shares_prompts)
+        column = self._store.read(select(batch, rows), ["teacher_prompt_ids"])["teacher_prompt_ids"]
+        lengths, prompts = row_lengths(column), np.split(flat_values(column), offsets(column)[1:-1])
+        return TeacherRows(
+            rows=encode_ints(rows),
+            prompt_lengths=encode_ints(lengths),
+            prompts=encode_ints(number_prefixes(prompts, lengths)),
+            shares_prompts=self._module.shares_prompts,
+        )
 
     def _score_teacher(self, batch: BatchHandle, plan: ForwardPlan, teacher: str) -> ScoreResult:
         """Put `teacher_logprobs`, and `TOP_COLUMNS`, of this rank's rows, which are all of one teacher."""
@@ -242,13 +259,14 @@ class FrozenWorker(ScoringWorker):
     """One rank of a model that only scores."""
 
     _model: ModelConfig
+    _shares_prompts: bool | None = None
 
     def start(self, group: ProcessGroupHandle | None = None) -> None:
         """Load the model's weights, once; see `PolicyWorker.start` for the arguments and errors."""
         if self._incarnation:
             return
         with self._collective():
-            self._load(self._model, group, trains=False)
+            self._load(self._model, group, trains=False, shares_prompts=self._shares_prompts)
         self._incarnation = self._group_id
 
 
@@ -282,9 +300,12 @@ class TeacherWorker(FrozenWorker):
         super().__init__(run, number - numbers.start, store)
         self._number = number
         assert run.config.distillation is not None
-        model = run.config.distillation.teachers[self._teacher].model
-        assert model is not None, "a teacher with workers has weights of its own"
-        self._model = model
+        teacher = run.config.distillation.teachers[self._teacher]
+        assert teacher.model is not None, "a teacher with workers has weights of its own"
+        self._model = teacher.model
+        prompt = run.config.data.max_prompt_tokens if teacher.prompt is None else teacher.max_prompt_tokens
+        longest = prompt + run.config.rollout.max_response_tokens
+        self._shares_prompts = shares_prompts(run.config, teacher.model, longest)
 
     def score(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
         """Put `teacher_logprobs` of this rank's rows."""

@@ -54,7 +54,7 @@ class ScoringModule(nn.Module):
         self._replay = RouterReplay(model) if router_replay else None
         self.model = model
         self._chunk_tokens, self._temperature = packing.logits_chunk_tokens, temperature
-        self._shares_prompts = bool(packing.share_prompts)
+        self.shares_prompts = bool(packing.share_prompts)
         self._num_tokens, self._may_branch = num_tokens, may_branch
         if packing.kind == "packed":
             use_packed_attention(model)
@@ -106,7 +106,7 @@ class ScoringModule(nn.Module):
     def _check(self) -> None:
         if self._scores is packed_scores:
             branches = self._may_branch and share_fault(self.model.config) is None
-            leak_probe(self.model, share_prompts=self._shares_prompts, branches=branches)
+            leak_probe(self.model, share_prompts=self.shares_prompts, branches=branches)
         else:
             padded_probe(self.model)
         if self._replay is not None:

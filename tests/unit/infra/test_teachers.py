@@ -33,6 +33,7 @@ from tests.support.configs import run_config
 from tests.support.engine_checks import plain_logprobs
 from tests.support.tiny import make_tiny_model, tiny_row, write_rows
 
+SAMPLES = 2
 HINT = "{prompt} The answer is {answer}, of row {index}."
 
 
@@ -52,7 +53,8 @@ def config_of(
 ) -> RunConfig:
     return run_config(
         folder,
-        rollout={"num_prompts": 6, "samples_per_prompt": 2, "max_response_tokens": 6},
+        rollout={"num_prompts": 6, "samples_per_prompt": SAMPLES, "max_response_tokens": 6},
+        packing={"share_prompts": True, **fields.pop("packing", {})},
         distillation={"teachers": teachers, "divergence": divergence, "top_k": top_k},
         **fields,
     )
@@ -78,8 +80,14 @@ def scores_of(
     """Return the log-probs of the rows that a teacher scores, by row."""
     own = worker.teacher_rows(batch, name)
     rows, mine = decode_ints(own.rows), select(batch, decode_ints(own.rows))
-    prompts = decode_ints(own.prompt_lengths or mine.prompt_lengths)
-    plan = plan_forward(prompts, decode_ints(mine.response_lengths), num_ranks=1, token_budget=token_budget)
+    prompts, responses = decode_ints(own.prompt_lengths or mine.prompt_lengths), decode_ints(mine.response_lengths)
+    numbers = rows // SAMPLES if own.prompts is None else decode_ints(own.prompts)
+    plan = plan_forward(
+        prompts, responses, num_ranks=1, token_budget=token_budget, groups=numbers, share_prompts=own.shares_prompts
+    )
+    assert own.shares_prompts
+    if len(plan.rank(0)) == 1:  # a prompt is computed once for its samples
+        assert plan.rank(0)[0].num_tokens == responses.sum() + sum(dict(zip(numbers, prompts, strict=True)).values())
     if isinstance(worker, PolicyWorker):
         result = worker.score_teacher(mine, plan, name, 0)
     else:
