@@ -32,6 +32,7 @@ LAST = STEPS - 1
 # Of the second, the driver is terminated in one step, and in a later one killed with Ray.
 STOPPED = "stopped"
 TERMINATED, LOST = 1, 5
+COMPLETE = "complete"  # of another, the driver is killed when nothing is left to do but the report
 NOTICED = "noticed"  # of a third, its end is announced, and it has no other checkpoint
 SAVED, DAMAGED = 3, 4  # of the steps before that: the first after the last checkpoint; and one with a damaged column
 LIMITS = (  # none of which changes a bit of the result
@@ -235,6 +236,14 @@ def test_the_killed_run_ends_the_same(killed: KilledRun, expected: Run, finished
     assert [event.kind for event in events] == ["start", *["restart"] * len(restarts), "resume"]
     assert restarts
     assert all(event.reason for event in restarts)
+
+
+def test_a_driver_killed_once_its_run_is_complete_leaves_no_worker(workplace: Workplace) -> None:
+    driver, run = workplace.start("train", "tiny.toml", "steps=1", "--run-id", COMPLETE), workplace.run(COMPLETE)
+    driver.wait_standing(lambda: run.summary() is not None)
+    driver.kill()
+    assert "nothing to resume" in workplace.sluice("resume", COMPLETE)
+    wait_until(lambda: not workplace.worker_names())
 
 
 @pytest.mark.extended
