@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, model_validator
 
-from schemas.base import Frozen
+from schemas.base import Frozen, digest_of
 from schemas.packed import PackedInts
 
 
@@ -124,6 +124,12 @@ class StepPlan(Frozen):
     seed: int
     num_skipped_rows: NonNegativeInt = 0  # rows without a loss token
     lr_scale: PositiveFloat = 1.0  # the factor on the scheduled learning rate
+    num_steps: PositiveInt | None = None  # the run's, when the step was planned, for that schedule; 0.3.0 stored none
+
+    @property
+    def digest(self) -> str:
+        """The digest of who computes what: without `num_steps`, so that a longer run has the same plans."""
+        return digest_of(self.model_dump_json(exclude={"num_steps"}))
 
     def __str__(self) -> str:
         header = ("update", *_HEADER, "loss tokens", "sequences")

@@ -44,7 +44,7 @@ async def compute_step_advantages(
     if result.advantages is not None:
         stored = _put(run, select(batch, result.rows), result.advantages, result.turns)
     directory = RunDirectory.of(run)
-    plan = result.plan.replace(lr_scale=directory.decisions.lr_scale(policy.step))
+    plan = result.plan.replace(lr_scale=directory.decisions.lr_scale(policy.step), num_steps=run.config.steps)
     directory.plans.save(policy.step, plan)
     return AdvantageHandle(batch=stored.batch, plan=plan, metrics=result.metrics, traffic=stored.traffic)
 

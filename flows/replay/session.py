@@ -31,7 +31,8 @@ from infra.workers.layout import frozen_groups
 from infra.workers.placement import check_resources
 from rl_core.advantages import prepare_updates
 from rl_core.planning.plan import rows_by_rank
-from rl_core.views import with_column, with_groups
+from rl_core.views import decode_ints, with_column, with_groups
+from rl_core.views.integers import as_int64
 from schemas.batch import BatchHandle, ColumnGroup, StoreTraffic
 from schemas.config.run import RunConfig
 from schemas.plan import StepPlan
@@ -111,8 +112,12 @@ class ReplaySession:
 
     async def repeat(self, stored: StoredStep) -> UpdateReport:
         """Update the policy as the run did: with the columns and the plan that it stored."""
-        plan = stored.plan
-        if plan is None or plan.num_ranks != self.run.config.runtime.num_policy_ranks:
+        plan, config = stored.plan, self.run.config
+        if (
+            plan is None
+            or plan.num_ranks != config.runtime.num_policy_ranks
+            or (not config.packing.share_prompts and _shares(plan, stored.batch))
+        ):
             plan = self._plan_again(stored)
         handle = AdvantageHandle(batch=stored.batch, plan=plan, metrics={}, traffic=StoreTraffic())
         return await update_policy.fn(self.run, self._handle(stored.step), handle)
@@ -142,6 +147,7 @@ class ReplaySession:
                 await (await get_group(self.run, *frozen)).call("sleep", ("weights",))
         batch = with_groups(batch, groups)
         advantage = await compute_step_advantages.fn(self.run, policy, batch, rollout, row_kl)
+        advantage = advantage.replace(plan=_scheduled(advantage.plan, stored))
         update = await update_policy.fn(self.run, policy, advantage)
         return ReplayedStep(advantage.batch, advantage, update)
 
@@ -168,13 +174,14 @@ class ReplaySession:
         await group.call("finish_saving")
 
     def _plan_again(self, stored: StoredStep) -> StepPlan:
-        """Plan a step whose plan is for another number of ranks, or lost; a plan doesn't depend on the KL."""
+        """Plan a step whose plan is for another number of ranks or another packing, or lost; the KL doesn't matter."""
         row_kl = [0.0] * stored.rollout.num_rows if self.run.config.kl.in_reward else None
         plan = prepare_updates(self.run.config, stored.step, stored.rollout, row_kl).plan
         logger.warning(
-            "step %d is planned again for %d ranks: its update may differ by rounding", stored.step, plan.num_ranks
+            "step %d is planned again for %d ranks and %s rows: its update may differ by rounding",
+            *(stored.step, plan.num_ranks, self.run.config.packing.kind),
         )
-        return plan.replace(lr_scale=self._directory.decisions.lr_scale(stored.step))
+        return _scheduled(plan.replace(lr_scale=self._directory.decisions.lr_scale(stored.step)), stored)
 
     async def _policy(self) -> WorkerGroup:
         return await get_group(self.run, "policy")
@@ -257,6 +264,17 @@ def write_version(history: History, start: Start, target: CheckpointStore, run_i
 def new_scratch_id(run_id: str) -> str:
     """Return an id for the workers of a replay."""
     return f"replay-{run_id}-{os.urandom(4).hex()}"
+
+
+def _shares(plan: StepPlan, batch: BatchHandle) -> bool:
+    """Return whether a plan counts tokens once that several rows begin with."""
+    lengths = decode_ints(batch.prompt_lengths) + decode_ints(batch.response_lengths)
+    return any(update.num_tokens < lengths[as_int64(update.rows)].sum() for update in plan.updates)
+
+
+def _scheduled(plan: StepPlan, stored: StoredStep) -> StepPlan:
+    """Return a step's plan with the learning rate's schedule that the run had then: it may be longer by now."""
+    return plan.replace(num_steps=stored.plan.num_steps) if stored.plan is not None else plan
 
 
 def _scratch_config(config: RunConfig) -> RunConfig:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from infra.datasets.columns import CONVERSION, REQUIRED_COLUMNS, UNSUPPORTED_COLUMNS
+from rl_core.rollout.chat import REASONING
 from rl_core.rollout.control_tokens import Messages
 from schemas.errors import DataError
 
 _ROLES = {"human": "user", "gpt": "assistant"}  # of chats with `from` and `value`
 _CHAT = '[{"role": "user", "content": "..."}]'
-_OF_ROLE = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}  # of chats with tool calls
+_OF_ROLE = {"assistant": ("tool_calls", *REASONING), "tool": ("name", "tool_call_id")}  # of chats with whole turns
 _CALLS = '[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]'
 _CHAT_TEXT = re.compile(r"\s*\[?\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:.*\}\s*\]?\s*", re.DOTALL)
 _PYTHON_OBJECT = re.compile(r"\s*\{\s*'.*\}\s*", re.DOTALL)
@@ -69,7 +70,7 @@ def parse_row(place: str, row: dict[str, Any]) -> ParsedRow:
     return parsed
 
 
-def parse_messages(place: str, prompt: Any, column: str = "prompt", *, with_calls: bool = False) -> Messages:
+def parse_messages(place: str, prompt: Any, column: str = "prompt", *, whole_turns: bool = False) -> Messages:
     """Return a chat's messages, each with the texts of its `role` and `content` alone.
 
     Args:
@@ -77,8 +78,8 @@ def parse_messages(place: str, prompt: Any, column: str = "prompt", *, with_call
         prompt: A chat list of `role` and `content`, which may be a list of text parts, or of `from` and `value`; one
             such message; the JSON text of these; or the text of a single message of the user.
         column: Its name.
-        with_calls: Whether turns of the model may have `tool_calls`, and messages of a tool `name` and `tool_call_id`,
-            which are returned, too. A call's arguments are an object, or the JSON text of one.
+        whole_turns: Whether turns of the model may have `REASONING` and `tool_calls`, and messages of a tool `name` and
+            `tool_call_id`, which are returned, too. A call's arguments are an object, or the JSON text of one.
 
     Raises:
         DataError: It is none of these, is empty, or has what the prompt can't have.
@@ -88,7 +89,7 @@ def parse_messages(place: str, prompt: Any, column: str = "prompt", *, with_call
     if not isinstance(chat, list):
         raise DataError(f"{place}: {column} is {type(chat).__name__}; expected a chat list, e.g. {_CHAT}")
     messages = [
-        _parse_message(f"{place}: {column}[{index}]", message, with_calls) for index, message in enumerate(chat)
+        _parse_message(f"{place}: {column}[{index}]", message, whole_turns) for index, message in enumerate(chat)
     ]
     if not any(message["content"].strip() or "tool_calls" in message for message in messages):
         raise DataError(f"{place}: the {column} is empty; give at least one message with content, or remove the row")
@@ -125,7 +126,7 @@ def _of_python(column: str) -> str:
     )
 
 
-def _parse_message(place: str, message: Any, with_calls: bool) -> dict[str, Any]:
+def _parse_message(place: str, message: Any, whole_turns: bool) -> dict[str, Any]:
     if isinstance(message, dict) and "from" in message and "role" not in message:
         message = {("role" if key == "from" else "content" if key == "value" else key): message[key] for key in message}
         message["role"] = _ROLES.get(message["role"], message["role"])
@@ -135,7 +136,7 @@ def _parse_message(place: str, message: Any, with_calls: bool) -> dict[str, Any]
     is_named = isinstance(message, dict) and isinstance(message.get("role"), str)
     if not is_named or not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
         raise DataError(f"{place} is {message!r:.80}; expected strings for role and content")
-    optional = _OF_ROLE.get(message["role"], ()) if with_calls else ()
+    optional = _OF_ROLE.get(message["role"], ()) if whole_turns else ()
     given = {key: value for key, value in message.items() if value not in (None, "", [], {})}
     if more := [key for key in given if key not in ("role", "content", *optional)]:
         raise DataError(
@@ -149,7 +150,7 @@ def _parse_message(place: str, message: Any, with_calls: bool) -> dict[str, Any]
     }
     if "tool_calls" in parsed:
         parsed["tool_calls"] = _parse_calls(place, parsed["tool_calls"])
-    elif not all(isinstance(value, str) for value in parsed.values()):
+    if not all(isinstance(value, str) for key, value in parsed.items() if key != "tool_calls"):
         raise DataError(f"{place} is {message!r:.80}; expected strings for {', '.join(parsed)}")
     _require_utf8(place, _json(place, parsed))
     return parsed

@@ -384,7 +384,7 @@ def _sft_row(prompt_ids: NDArray[np.int32], response_ids: NDArray[np.int32], los
 def _parse_chat(place: str, name: str, value: Any) -> Messages:
     if name == "completion" and isinstance(value, str):
         value = [{"role": "assistant", "content": value}]
-    return parse_messages(place, value, name, with_calls=True)
+    return parse_messages(place, value, name, whole_turns=True)
 
 
 def _parse_tools(place: str, value: Any) -> list[dict[str, Any]]:

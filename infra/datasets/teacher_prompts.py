@@ -1,6 +1,8 @@
 """The prompts that teachers read in place of the policy's: with the answer, or what the environment answered."""
 
+import json
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,8 @@ from rl_core.rollout.chat import ChatTemplate
 from schemas.config.distillation import DistillationConfig, TeacherConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ChatTemplateError, DataError
+
+_MAX_CHATS = 256  # kept, with tools of programs, each of which is a chat template of its own
 
 
 class TeacherPrompts:
@@ -32,6 +36,7 @@ class TeacherPrompts:
             environment.number: ChatTemplate(tokenizer, config.data.chat_template_kwargs, environment.tools)
             for environment in environments_of_sources(config)
         }
+        self._chat = lru_cache(_MAX_CHATS)(self._make_chat)
 
     def encode(self, row: PromptRow, feedback: str = "") -> NDArray[np.int32]:
         """Return the token ids of what a row's teacher reads: int32 [P].
@@ -94,9 +99,14 @@ class TeacherPrompts:
             ) from None
         messages = [*row.messages[:last], {"role": "user", "content": text}, *row.messages[last + 1 :]]
         try:
-            return np.array(self._chats[row.environment].encode(messages), dtype=np.int32)
+            return np.array(self._chat(row.environment, row.tools).encode(messages), dtype=np.int32)
         except (ChatTemplateError, ValueError) as error:
             raise DataError(f"{place}.prompt: {error}") from error
+
+    def _make_chat(self, environment: int | None, tools: str) -> ChatTemplate:
+        """Return the template of an environment's chats, with the tools that its reset has added, in JSON."""
+        own = self._chats[environment]
+        return own.with_tools(json.loads(tools)) if tools else own
 
 
 def open_teacher_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> TeacherPrompts | None:

@@ -21,10 +21,11 @@ class GroupRewardScorer(RewardScorer):
 
     Args:
         scorer: The scorer of the group function; closed with this one.
+        by_prompt: Whether responses to different prompts, as environments may make of a row's, are groups of their own.
     """
 
-    def __init__(self, scorer: RewardScorer) -> None:
-        self._scorer = scorer
+    def __init__(self, scorer: RewardScorer, *, by_prompt: bool = False) -> None:
+        self._scorer, self._by_prompt = scorer, by_prompt
 
     def wait_until_ready(self) -> None:
         """Wait until the group function is loaded."""
@@ -32,7 +33,7 @@ class GroupRewardScorer(RewardScorer):
 
     def open_batch(self, groups: Sequence[int] = ()) -> RewardBatch:
         """Begin a batch of items whose groups are these."""
-        return GroupRewardBatch(self._scorer.open_batch(), groups)
+        return GroupRewardBatch(self._scorer.open_batch(), groups, by_prompt=self._by_prompt)
 
     def close(self) -> None:
         """Close the other scorer."""
@@ -45,10 +46,12 @@ class GroupRewardBatch(RewardBatch):
     Args:
         batch: Scores the groups, by their numbers.
         groups: N, the group of each item.
+        by_prompt: See `GroupRewardScorer`.
     """
 
-    def __init__(self, batch: RewardBatch, groups: Sequence[int]) -> None:
-        self._batch, self._groups = batch, groups
+    def __init__(self, batch: RewardBatch, groups: Sequence[int], *, by_prompt: bool = False) -> None:
+        self._batch, self._groups, self._by_prompt = batch, groups, by_prompt
+        self._submitted: list[list[int]] = []  # the items of each call, whose number is that of its first item
         self._sizes = Counter(groups)
         self._items: dict[int, dict[int, RewardItem]] = {group: {} for group in groups}
 
@@ -67,24 +70,29 @@ class GroupRewardBatch(RewardBatch):
         self._submit_if_complete(group)
 
     def _submit_if_complete(self, group: int) -> None:
-        items = [item for _, item in sorted(self._items[group].items())]
+        items = self._items[group]
         if not items or len(items) < self._sizes[group]:
             return
-        completions = [str(item.completion) for item in items]
-        samples = {"samples": [item.trajectory for item in items]} if items[0].trajectory else {}
-        self._batch.add(group, replace(items[0], completion=completions, trajectory=samples))
+        calls: dict[str, list[int]] = {}
+        for number, item in sorted(items.items()):
+            calls.setdefault(item.prompt if self._by_prompt else "", []).append(number)
+        for numbers in calls.values():
+            first, *_ = members = [items[number] for number in numbers]
+            completions = [str(item.completion) for item in members]
+            samples = {"samples": [item.trajectory for item in members]} if first.trajectory else {}
+            self._batch.add(numbers[0], replace(first, completion=completions, trajectory=samples))
+            self._submitted.append(numbers)
 
     def finish(self) -> dict[int, RewardOutcome]:
-        """Wait for the remaining groups, and return the outcome of every item: that of its group, if it failed."""
+        """Wait for the remaining groups, and return the outcome of every item: that of its call, if it failed."""
         missing = [group for group, items in self._items.items() if len(items) < self._sizes[group]]
         assert not missing, f"groups {missing} lack responses"
         outcomes = self._batch.finish()
         return {
             number: outcome
-            for group, items in self._items.items()
-            if items
+            for numbers in self._submitted
             for number, outcome in zip(
-                sorted(items), outcomes[group].group or (outcomes[group],) * len(items), strict=True
+                numbers, outcomes[numbers[0]].group or (outcomes[numbers[0]],) * len(numbers), strict=True
             )
         }
 

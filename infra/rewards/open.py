@@ -35,7 +35,7 @@ def open_reward_scorer(config: RewardConfig, open_model: OpenModel | None = None
     """
     if isinstance(config, ModelReward):
         assert open_model is not None, "reward models need what opens their scorers"
-        return GroupRewardScorer(open_model(config))
+        return GroupRewardScorer(open_model(config), by_prompt=True)
     if isinstance(config, WeightedReward) and reward_models(config):
         return SumRewardScorer(
             dict(_open_parts(config, open_model)), {name: part.weight for name, part in config.parts.items()}

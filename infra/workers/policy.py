@@ -291,7 +291,9 @@ class PolicyWorker(ScoringWorker):
         started = time.perf_counter()
         with profiled(self._run, step, self._telemetry.worker, "update"):
             parts = [
-                self._trainer.update(rows, update, self._rank, step=step, part=part, lr_scale=plan.lr_scale)
+                self._trainer.update(
+                    *(rows, update, self._rank), step=step, part=part, lr_scale=plan.lr_scale, num_steps=plan.num_steps
+                )
                 for part, update in enumerate(plan.updates)
             ]
             seconds = self._trainer.stopwatch.take()  # waits for the device

@@ -163,13 +163,14 @@ def _teacher_prompts(
 ) -> dict[str, pa.LargeListArray]:
     if prompts is None:
         return {}
-    made: dict[tuple[int, str], np.ndarray] = {}  # usually, the samples of a group have the same
+    made: dict[tuple[int, bytes, str, str], np.ndarray] = {}  # usually, the samples of a group have the same
     rows = []
     for sample in samples:
         generation = sample.response.generation
         feedback = generation.feedback if isinstance(generation, Trajectory) else ""
-        if (key := (sample.group_id, feedback)) not in made:
-            made[key] = prompts.encode(sample.prompt, feedback)
+        prompt = sample.prompt
+        if (key := (sample.group_id, prompt.prompt_ids.tobytes(), prompt.tools, feedback)) not in made:
+            made[key] = prompts.encode(prompt, feedback)
         rows.append(made[key])
     return {"teacher_prompt_ids": _tokens(rows, dtype)}
 

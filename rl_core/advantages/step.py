@@ -119,7 +119,7 @@ def _plan(
         seed=config.seed + step,
         groups=groups,
         share_prompts=bool(config.packing.share_prompts),
-        prefixes=rollout.prefixes,
+        prefixes=rollout.prefixes if config.packing.share_prompts else None,
         pairs_apart=apart[rows] if apart.size else apart,
     )
 

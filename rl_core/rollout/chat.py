@@ -16,7 +16,9 @@ from schemas.errors import BrokenChatTemplateError, ChatTemplateError, DataError
 
 Tokens = list[int] | np.ndarray[Any, Any]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the model's turns in a template
-Shape = Sequence[tuple[str, bool, int]]  # of a chat: of each message, its role, if it has a content, its tool calls
+REASONING = ("reasoning_content", "thinking")  # what chat templates call a turn's reasoning that is not in its content
+# Of a chat: of each message, its role, if it has a content, its tool calls, and under which name it has a reasoning.
+Shape = Sequence[tuple[str, bool, int, str]]
 _DATE_PARTS = "sluice_date_parts"
 # A template's variables can't be functions since transformers 5.22; this one takes the place of transformers' own.
 _CLOCK_MACRO = f"""
@@ -33,7 +35,7 @@ class LeftOut(NamedTuple):
     """What a chat template leaves out of a chat."""
 
     message: int
-    part: str  # "the content", or e.g. "tool call 1"
+    part: str  # "the content", or e.g. "tool call 1" or "thinking"
 
 
 class ChatTemplate:
@@ -110,7 +112,9 @@ class ChatTemplate:
         return str(text)
 
     def find_left_out(self, shape: Shape, *, with_prompt: bool = True) -> LeftOut | None:
-        """Return the first content or tool call which the template leaves out of chats of this shape, also in part.
+        """Return the first part of messages which the template leaves out of chats of this shape, also a part of it.
+
+        Of turns before the last one, a reasoning is none: most templates leave it out, so that no model reads it later.
 
         Args:
             shape: The shape.
@@ -241,10 +245,16 @@ def _num_common(ids: list[int], others: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False)))
 
 
-def shape_of(messages: Messages) -> tuple[tuple[str, bool, int], ...]:
+def shape_of(messages: Messages) -> tuple[tuple[str, bool, int, str], ...]:
     """Return a chat's shape, by which a template may leave out some of its messages."""
     return tuple(
-        (message["role"], bool(message["content"].strip()), len(message.get("tool_calls", ()))) for message in messages
+        (
+            message["role"],
+            bool(message["content"].strip()),
+            len(message.get("tool_calls", ())),
+            next((name for name in REASONING if name in message), ""),
+        )
+        for message in messages
     )
 
 
@@ -253,9 +263,13 @@ def _marked_chat(shape: Shape) -> tuple[Messages, dict[LeftOut, list[str]]]:
     chat: Messages = []
     marks: dict[LeftOut, list[str]] = {}
     unanswered: list[str] = []  # ids of tool calls
-    for number, (role, has_content, num_calls) in enumerate(shape):
+    last_turn = max((number for number, (role, *_) in enumerate(shape) if role == "assistant"), default=None)
+    for number, (role, has_content, num_calls, reasoning) in enumerate(shape):
         message = {"role": role, "content": f"sluice{number}mark" if has_content else ""}
         marks[LeftOut(number, "the content")] = [message["content"]]
+        if reasoning:
+            message[reasoning] = f"sluice{number}reasoningmark"
+            marks[LeftOut(number, reasoning)] = [message[reasoning]] if number == last_turn else []
         calls = []
         for call in range(num_calls):
             texts = [f"sluice{number}{part}{call}mark" for part in ("function", "key", "value")]

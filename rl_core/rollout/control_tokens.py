@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, Any]]  # of each: `role` and `content`, texts; perhaps `tool_calls`, `name`, `tool_call_id`
+Messages = list[dict[str, Any]]  # of each: texts `role` and `content`; perhaps `tool_calls`, `name`, ...
 
 _PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
 

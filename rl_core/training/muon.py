@@ -22,18 +22,25 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's quintic: it takes singular
 _ITERATIONS = 5
 _EPSILON = 1e-7
 MOMENTUM = "momentum_buffer"
+_OF_VECTORS = ("bias", "A_log")  # two-dimensional too: the biases of experts, and the decays of Mamba's states
 
 
 def matrices_of(model: PreTrainedModel) -> list[nn.Parameter]:
     """Return the trained matrices of the decoder layers, also stacked ones of experts, large ones first.
 
-    Embeddings, the LM head, vectors and convolutions are not among them: AdamW trains these (Jordan et al.).
+    Embeddings, the LM head, vectors, also stacked ones, and convolutions are not among them: AdamW trains these (Jordan
+    et al.). A weight of several layers, or of a layer within another one, is there once.
 
     Raises:
         ModelError: There is none.
     """
-    weights = (weight for layer in layer_modules(model) for weight in layer.parameters() if weight.requires_grad)
-    if not (matrices := [weight for weight in weights if is_matrix(weight)]):
+    weights = {
+        id(weight): weight
+        for layer in layer_modules(model)
+        for name, weight in layer.named_parameters()
+        if weight.requires_grad and not name.endswith(_OF_VECTORS)
+    }
+    if not (matrices := [weight for weight in weights.values() if is_matrix(weight)]):
         raise ModelError(f'{type(model).__name__} has no matrices in layers for Muon; set optim.kind = "adamw"')
     return sorted(matrices, key=Tensor.numel, reverse=True)
 

@@ -90,7 +90,15 @@ class Trainer:
         return {name: weight for name, weight in self.module.model.named_parameters() if weight.requires_grad}
 
     def update(
-        self, rows: RankRows, update: UpdatePlan, rank: int = 0, *, step: int = 0, part: int = 0, lr_scale: float = 1.0
+        self,
+        rows: RankRows,
+        update: UpdatePlan,
+        rank: int = 0,
+        *,
+        step: int = 0,
+        part: int = 0,
+        lr_scale: float = 1.0,
+        num_steps: int | None = None,
     ) -> Metrics:
         """Run one optimizer step over the micro-batches of all ranks.
 
@@ -101,6 +109,7 @@ class Trainer:
             step: The step, for the learning rate's schedule.
             part: The update's number within the step, from 0.
             lr_scale: The factor on the scheduled learning rate.
+            num_steps: The steps of the run, for the schedule; None: those of the config.
 
         Returns:
             This rank's part of the metrics; metrics that are equal on all ranks are reported by rank 0 alone.
@@ -108,7 +117,8 @@ class Trainer:
         Raises:
             NonFiniteError: On every rank, naming the offending rows of all ranks. The weights are unchanged.
         """
-        lr = lr_scale * learning_rate(self._config.optim, self.num_updates, step, part, self._config.steps)
+        num_steps = self._config.steps if num_steps is None else num_steps
+        lr = lr_scale * learning_rate(self._config.optim, self.num_updates, step, part, num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with self.stopwatch.running():

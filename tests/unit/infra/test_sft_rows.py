@@ -228,16 +228,67 @@ def test_a_turn_with_an_end_in_its_middle_is_refused(folder: Path) -> None:
         load(folder, {"messages": CALLS[:2]}, template=template)
 
 
+def test_the_reasoning_is_part_of_a_turn(folder: Path) -> None:
+    thoughtful = THINKING.replace("'<think></think>'", "'<think>' + (message['thinking'] or '') + '</think>'")
+    first, last = ({**message, "thinking": "one more"} for message in TWO_TURNS[1::2])
+    messages = [TWO_TURNS[0], first, TWO_TURNS[2], last]
+    (row,) = load(folder, {"messages": messages}, template=thoughtful)
+    assert marked(folder, row) == (
+        "<|user|>2 + 1 =<|end|>\n<|assistant|>[3<|end|>]\n"
+        "<|user|>and 2 =<|end|>\n<|assistant|>[<think>one more</think>5<|end|>]"
+    )
+    with pytest.raises(DataError, match=r"row 1: .* leaves out thinking of message 3, of role 'assistant'"):
+        load(folder, {"messages": messages}, template=THINKING)
+
+
+REASONS = {
+    "glm4moe_training": "reasoning_content",
+    "gptoss_training": "thinking",
+    "qwen3_training": "reasoning_content",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_reasoning_by_tokens_is_in_the_turns_that_trl_marks(name: str) -> None:
+    marks = read_trl_template(name)
+    tokenizer = make_tokenizer()
+    stops = ["<|im_end|>", "<|return|>", "<|user|>"]
+    others = ["<|im_start|>", "<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|assistant|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*stops, *others]})
+    tokenizer.chat_template = without_marks(marks)
+    question, answer = chat("2 + 1 =", "3")
+    messages = [question, {**answer, REASONS[name]: "one more than 2"}]
+    ids, (span,) = ChatTemplate(tokenizer).encode_turns(messages, tokenizer.convert_tokens_to_ids(stops))
+    theirs: Any = tokenizer.apply_chat_template(
+        *(messages, None, None, marks), return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ids == theirs["input_ids"]
+    turn = decode_text(tokenizer, ids[span.start : span.stop])
+    expected = [token for token, has_loss in zip(ids, theirs["assistant_masks"], strict=True) if has_loss]
+    begun = "<|start|>assistant" * (name == "gptoss_training")  # of the prompt: its marks begin too early
+    assert begun + turn == decode_text(tokenizer, expected).removesuffix("\n")
+    assert "one more than 2" in turn
+
+
+def read_trl_template(name: str) -> str:
+    """Return a template of TRL's, which marks turns."""
+    if (trl := find_spec("trl")) is None or trl.origin is None:
+        pytest.skip("TRL is not installed")
+    return (Path(trl.origin).parent / f"chat_templates/{name}.jinja").read_text()
+
+
+def without_marks(template: str) -> str:
+    return re.sub(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}", r"{%\1 set _ = 0 \2%}", template)
+
+
 @pytest.mark.parametrize("name", ["qwen3_training", "qwen3_instruct_2507_training", "glm4moe_training", "lfm2_2_5"])
 def test_turns_by_tokens_are_those_that_trl_marks(name: str) -> None:
     """TRL's templates mark turns; without their marks, they are found by tokens, but for a line break after them."""
-    if (trl := find_spec("trl")) is None or trl.origin is None:
-        pytest.skip("TRL is not installed")
-    marks = (Path(trl.origin).parent / f"chat_templates/{name}.jinja").read_text()
+    marks = read_trl_template(name)
     tokenizer = make_tokenizer()
     stops = ["<|im_end|>", "<|observation|>", "<|user|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": [*stops, "<|im_start|>"]})
-    tokenizer.chat_template = re.sub(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}", r"{%\1 set _ = 0 \2%}", marks)
+    tokenizer.chat_template = without_marks(marks)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "number"}}}}}]
     messages = [
         *({"role": "system", "content": "be brief"}, *chat("2 + 1 =")),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from schemas.step import RunHandle
 from tasks.put import prompt_rows
 from tests.support.configs import run_config
 from tests.support.engine_checks import plain_logprobs
+from tests.support.sft import CALLING
 from tests.support.tiny import make_tiny_model, tiny_row, write_rows
 
 SAMPLES = 2
@@ -185,6 +187,18 @@ def test_feedback_is_cut_to_the_longest_prompt(folder: Path) -> None:
     prompts, row = TeacherPrompts(config, tokenizer), load_train_prompts(config.data, tokenizer)[0]
     assert tokenizer.decode(prompts.encode(row, "!")) == "<|user|>0 + 1 =!<|assistant|>"
     assert tokenizer.decode(prompts.encode(row, "?" * 40)) == f"<|user|>0 + 1 ={'?' * 10}<|assistant|>"  # 40, 20, 10
+
+
+def test_a_teacher_reads_the_tools_that_an_environment_has_added(folder: Path) -> None:
+    config = config_of(folder, {"big": {"path": "big", "prompt": HINT}})
+    tokenizer = load_tokenizer(config.model)
+    row = load_train_prompts(config.data, tokenizer)[0]
+    tokenizer.chat_template = CALLING
+    prompts, tool = TeacherPrompts(config, tokenizer), {"type": "function", "function": {"name": "add"}}
+    without, with_tool = prompts.encode(row), prompts.encode(replace(row, tools=json.dumps([tool])))
+    text = "<|user|>0 + 1 = The answer is 1, of row 0.<|assistant|>"
+    assert tokenizer.decode(without) == text
+    assert tokenizer.decode(with_tool) == json.dumps(tool) + text
 
 
 def test_the_weights_of_a_teacher_are_checked_before_anything_starts(folder: Path, tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.training.muon import is_matrix, matrices_of, orthogonalize
 from rl_core.training.optimizer import make_optimizer
 from schemas.config.optim import OptimConfig
+from tests.support.families import build_family
 from tests.support.packed import tiny_qwen3
 
 LR, DECAY, MOMENTUM = 0.013, 0.3, 0.9
@@ -77,6 +79,17 @@ def test_matrices_are_those_of_layers() -> None:
     assert sizes == sorted(sizes, reverse=True)
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
     assert len(matrices_of(model)) == 2 * 7 - 1
+    model = build_family("gpt_oss")
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    chosen = [names[id(matrix)] for matrix in matrices_of(model)]
+    assert not any(name.endswith("bias") for name in chosen)
+    assert sum("experts" in name for name in chosen) == 2 * model.config.num_hidden_layers
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 32}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))  # its layers are within each other
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    chosen = sorted(names[id(matrix)].removeprefix("backbone.layers.") for matrix in matrices_of(model))
+    projections = ("dt_proj", "in_proj", "out_proj", "x_proj")
+    assert chosen == [f"{layer}.mixer.{name}.weight" for layer in range(2) for name in projections]
     assert not is_matrix(torch.zeros(4, 1, 3))  # a convolution's kernel
     assert not is_matrix(torch.zeros(1, 8))
     assert not is_matrix(torch.zeros(8))

@@ -1,6 +1,7 @@
 """Reward models: tiny ones with random weights, in this process."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,20 @@ def test_a_prompts_scores_depend_on_no_other_prompt(folder: Path) -> None:
     alone = scores(config_of(folder), *COMPLETIONS)
     both = scores(config_of(folder), *COMPLETIONS, *COMPLETIONS[:2], groups=(0,) * len(COMPLETIONS) + (1, 1))
     assert both[: len(COMPLETIONS)] == alone  # bit for bit
+
+
+def test_each_prompt_of_a_group_has_the_scores_of_its_own_responses(folder: Path) -> None:
+    """As environments may have added something of its own to each sample's prompt."""
+    scorer = open_reward_scorer(config_of(folder), open_model_here)
+    items = [replace(item("4"), prompt=prompt) for prompt in ("2 + 2 =", "3 + 3 =", "2 + 2 =")]
+    try:
+        scorer.wait_until_ready()
+        found = scorer.score(items, (0, 0, 0))
+        alone = [outcome for each in items for outcome in scorer.score([each], (0,))]
+    finally:
+        scorer.close()
+    assert [each.reward for each in found] == pytest.approx([each.reward for each in alone], abs=1e-5)
+    assert abs(found[0].reward - found[1].reward) > 1e-3
 
 
 def test_a_text_that_is_too_long_fails_alone(folder: Path) -> None:
