@@ -193,7 +193,8 @@ class Server:
                 try:
                     await self._make_again(number, **make)
                 except CallError as error:
-                    raise CallError("differs", str(error)) if make["is_recorded"] else error from None
+                    kind = "late" if error.kind == "timeout" else "differs" if make["is_recorded"] else error.kind
+                    raise CallError(kind, str(error)) from None
             with Call(self._parent.mark, number, seconds) as call:
                 if make is not None and action is None:
                     await self._make(call, number, make["task"], make["seed"])
@@ -231,7 +232,7 @@ class Server:
 
         Raises:
             CallError: That fails; or, as `differs`, it answers otherwise than `expected`, the replies to the reset and
-                the actions, or fails at them although they are recorded.
+                the actions.
         """
         with Call(self._parent.mark, number, self._settings["reset_seconds"], is_remade=True) as call:
             await self._make(call, number, task, seed)

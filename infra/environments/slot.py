@@ -45,6 +45,7 @@ module.main(int(sys.argv[1]), int(sys.argv[2]))
 """
 _MADE_OF = ("task", "seed", "history", "expected", "is_recorded")
 FailureKind = Literal["raised", "invalid", "timeout", "died", "differs"]
+MAX_LATE = 3  # attempts at making an environment again that take too long
 CLOSE_SECONDS, CLOSE_POLL_SECONDS = 10.0, 0.05  # for environments of a process that is replaced to be closed
 ALL_CALLS = "all calls of the trajectory together took"  # begins the message of a time-out of the trajectory
 logger = logging.getLogger(__name__)
@@ -160,6 +161,7 @@ class HeldEnvironment(ProcessCall):
         expected: What it answered to the reset and to `history`, in JSON's types: made again, it must answer the same.
         is_recorded: Whether that is from the journal, and it has not answered so itself.
         is_made: Whether its process holds it, in the state after its latest successful call.
+        num_late: How often its outstanding call has ended as making it again took too long.
         action: The action of its outstanding call; None: it is reset.
         limit_seconds: The time limit of its outstanding call.
     """
@@ -173,6 +175,7 @@ class HeldEnvironment(ProcessCall):
     expected: list[dict[str, Any]] = field(default_factory=list)
     is_recorded: bool = False
     is_made: bool = False
+    num_late: int = 0
     action: str | None = None
     limit_seconds: float = 0.0
 
@@ -282,7 +285,9 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
         if call is None:
             self._num_closing -= answer.get("closed", 0)
             return
-        if "failure" in answer:
+        if answer.get("kind") == "late":
+            self._fail_again(call, "timeout", answer["failure"], answer["seconds"])
+        elif "failure" in answer:
             failure, requests = Failure(answer["kind"], answer["failure"]), answer.get("requests", {})
             self._reply(call, Reply(seconds=answer["seconds"], failure=failure, requests=requests))
         else:
@@ -291,13 +296,29 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
 
     def _fail(self, call: HeldEnvironment, kind: LossKind, message: str, running: Running, now: float) -> None:
         seconds = min(max(0.0, now - running.deadline + running.limit_seconds), running.limit_seconds)
-        again = "when it was made again: " if running.is_remade else ""
-        self._reply(call, Reply(seconds=seconds, failure=Failure(kind, again + message)))
+        if running.is_remade:
+            self._fail_again(call, kind, f"when it was made again: {message}", seconds)
+        else:
+            self._reply(call, Reply(seconds=seconds, failure=Failure(kind, message)))
+
+    def _fail_again(self, call: HeldEnvironment, kind: LossKind, message: str, seconds: float) -> None:
+        """Note that an environment could not be made again; one that was too slow for it has further attempts, alone.
+
+        It was in time before, and nothing that it answers now would be an answer to the call.
+        """
+        call.num_late += kind == "timeout"
+        if kind == "timeout" and call.num_late < MAX_LATE:
+            logger.warning("an environment of %s is made again once more: %s", self._name, message)
+            call.is_made, call.is_suspect = False, True
+            self._waiting.appendleft(call)
+        else:
+            self._reply(call, Reply(seconds=seconds, failure=Failure("differs" if call.is_recorded else kind, message)))
 
     def _reply(self, environment: HeldEnvironment, reply: Reply) -> None:
         """End an environment's call. A failed one leaves no trace: the environment is then made again."""
         environment.seconds += reply.seconds
         environment.is_suspect = environment.has_ended_process = False
+        environment.num_late = 0
         if reply.failure is not None:
             environment.is_made = False
         else:

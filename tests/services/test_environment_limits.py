@@ -44,6 +44,16 @@ def test_a_replay_that_fails_is_its_rows_failure(tmp_path: Path, fault: str, kin
     assert_a_failed_replay_costs_only_its_row(tmp_path, fault, kind)
 
 
+@pytest.mark.parametrize("name", ["MadeOnce", "SlowlyMadeAgain"])
+def test_a_replay_that_is_too_slow_once_is_tried_again(tmp_path: Path, name: str) -> None:
+    with opened(name, {"folder": str(tmp_path)}) as pool:
+        open_rows(pool, *"abc")
+        step_rows(pool, {1: "later once hang"})
+        assert kinds(step_rows(pool, {2: "leave"})) == {2: "died"}
+        replies = step_rows(pool, ["x", "y", "z"])
+        assert [replies[row].observations for row in range(3)] == [("x",), ("y",), ("z",)]
+
+
 @pytest.mark.parametrize("fault", ["hang"])
 def test_an_environment_that_cannot_be_closed_costs_nothing(fault: str) -> None:
     assert_a_failed_close_costs_nothing(fault)

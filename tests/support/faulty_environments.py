@@ -204,14 +204,17 @@ class Nested:
 
 
 class MadeOnce:
-    """Can be made only once for each task: then it does what the action `fault` said."""
+    """Can be made only once for each task: then it does what the action `later FAULT` said, `once` or every time."""
 
     def __init__(self, task, seed, folder):
         self.file = Path(folder) / task["answer"]
 
     def reset(self):
         if self.file.exists():
-            misbehave(self.file.read_text())
+            fault = self.file.read_text()
+            if fault.startswith("once "):
+                self.file.unlink()
+            misbehave(fault.removeprefix("once "))
         return "made"
 
     def step(self, action):
@@ -219,6 +222,16 @@ class MadeOnce:
             self.file.write_text(action.removeprefix("later "))
         misbehave(action)
         return action, 0.0, False
+
+
+class SlowlyMadeAgain(MadeOnce):
+    """The same, but waits instead of blocking."""
+
+    async def reset(self):
+        if self.file.exists():
+            self.file.unlink()
+            await asyncio.sleep(600)
+        return "made"
 
 
 class Modules:

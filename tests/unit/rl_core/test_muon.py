@@ -84,7 +84,7 @@ def test_matrices_are_those_of_layers() -> None:
     chosen = [names[id(matrix)] for matrix in matrices_of(model)]
     assert not any(name.endswith("bias") for name in chosen)
     assert sum("experts" in name for name in chosen) == 2 * model.config.num_hidden_layers
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 32}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 2, "vocab_size": 32}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))  # its layers are within each other
     names = {id(weight): name for name, weight in model.named_parameters()}
     chosen = sorted(names[id(matrix)].removeprefix("backbone.layers.") for matrix in matrices_of(model))
