@@ -10,6 +10,7 @@ from rich.text import Text
 from flows.cli.terminal import plain_table, with_width
 from infra.history.diff import Closeness, Difference, StepDiff, diff_runs, is_within
 from infra.storage.runs import RunDirectory
+from infra.stores.offline import RunColumns
 from schemas.config.load import differences
 
 HEADER = ("stage", "column", "row", "token", "A", "B", "different", "largest", "")
@@ -26,9 +27,10 @@ def print_diff(
     """
     configs = differences({"A": a.config(), "B": b.config()})
     found: list[StepDiff] = []  # steps with other bits
-    num_compared = num_rejected = 0
+    num_compared = num_with_columns = num_rejected = 0
     for step in diff_runs(a, b):
         num_compared += 1
+        num_with_columns += step.has_columns
         found += [step] if step.stages else []
         if not is_within(step.closeness, accepted):
             num_rejected += 1
@@ -36,14 +38,19 @@ def print_diff(
                 break
     if as_json:
         steps = [{**step.model_dump(), "closeness": step.closeness} for step in found]
-        print(json.dumps({"same": not num_rejected, "compared": num_compared, "config": configs, "steps": steps}))
+        counts = {"compared": num_compared, "with_columns": num_with_columns}
+        print(json.dumps({"same": not num_rejected, **counts, "config": configs, "steps": steps}))
         return not num_rejected
     for key, values in configs.items():
         line = f"config {key}: {values.get('A', 'missing')!r} and {values.get('B', 'missing')!r}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for step in found if all_steps else found[:1] + found[1:][-1:]:
         with_width(console).print(_table(step))
-    console.print(_verdict(num_compared, found, accepted, num_rejected), soft_wrap=True, markup=False, highlight=False)
+    verdict = _verdict(num_compared, found, accepted, num_rejected)
+    if num_with_columns < num_compared:
+        verdict += f"; columns of {num_with_columns:,} of them, plans and metrics alone of the others"
+    reasons = [reason for run in (a, b) if (reason := RunColumns(run).missing) is not None]
+    console.print(*reasons, verdict, sep="\n", soft_wrap=True, markup=False, highlight=False)
     if num_rejected and not all_steps:
         console.print("later steps were not compared: --all")
     return not num_rejected

@@ -27,6 +27,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
 
 Changes = dict[str, str]  # settings, as overrides of a config
+Fits = Callable[[Changes], bool | None]
 
 BUDGET_TOKENS = 64  # the largest token budget that fits is found in these steps
 SHARES = 100  # and the largest share of a GPU for an engine, in hundredths
@@ -120,12 +121,13 @@ def plan_resources(
     reward = RewardBytes.of(config, on_gpus=place(config, cluster).on_gpus)
     planned = _plan(config, footprint, cluster, reward)
 
-    def fits(changes: Changes) -> bool:
+    def fits(changes: Changes) -> bool | None:
+        """Return whether a run with these changes fits; None: it is refused."""
         try:
             changed = override_config(config, [f"{name}={value}" for name, value in changes.items()], "plan")
             return not _plan(changed, measure_step(changed, fill, data), cluster, reward).exceeded
         except (ConfigError, ModelError):  # such a config is refused, e.g. as the model has no gradient checkpointing
-            return False
+            return None
 
     return planned.replace(fixes=tuple(_find_fixes(config, planned, fits))) if planned.exceeded else planned
 
@@ -197,11 +199,12 @@ def _shared_phases(workers: tuple[WorkerMemory, ...], placement: Placement) -> P
     return others.loading_after(engine) if placement.time_shares_gpus else others + engine
 
 
-def _find_fixes(config: RunConfig, planned: Resources, fits: Callable[[Changes], bool]) -> Iterator[str]:
+def _find_fixes(config: RunConfig, planned: Resources, fits: Fits) -> Iterator[str]:
     """Yield the settings that make a run fit, each by itself; if none does, the first ones that do together."""
-    candidates = list(_candidates(config, planned))
-    alone = [changes for changes in candidates if fits(changes)]
-    for changes in alone or list(islice(filter(fits, accumulate(candidates, or_)), 1)):
+    outcomes = [(changes, fits(changes)) for changes in _candidates(config, planned)]
+    alone = [changes for changes, is_fit in outcomes if is_fit]
+    together = accumulate((changes for changes, is_fit in outcomes if is_fit is not None), or_)
+    for changes in alone or list(islice(filter(fits, together), 1)):
         if "packing.token_budget" in changes:
             changes |= _largest_budget(config, changes, fits)
         yield " ".join(f"{name}={value}" for name, value in changes.items())
@@ -238,7 +241,7 @@ def _candidates(config: RunConfig, planned: Resources) -> Iterator[Changes]:
             yield {"rollout.gpu_memory_utilization": f"{lower / SHARES:g}"}
 
 
-def _largest_budget(config: RunConfig, fitting: Changes, fits: Callable[[Changes], bool]) -> Changes:
+def _largest_budget(config: RunConfig, fitting: Changes, fits: Fits) -> Changes:
     """Return the largest token budget that fits, between that of `fitting` and that of a config that does not fit."""
     least, most = int(fitting["packing.token_budget"]), config.packing.token_budget
     budgets = range(least, most, BUDGET_TOKENS)

@@ -21,12 +21,13 @@ from infra.models.load import build_meta_model, load_model
 from infra.models.tiny import make_tokenizer
 from rl_core.planning.hardware import GPU_KINDS, Cluster, parse_cluster
 from rl_core.planning.memory import WeightBytes
-from schemas.config.load import load_config
+from schemas.config.load import load_config, override_config
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ModelError
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.policies import load_policy
+from tests.support.sft import sft_config
 from tests.support.tiny import make_tiny_data, make_tiny_model, make_tiny_reward_model, write_rows
 from tests.support.workplace import Workplace
 
@@ -182,6 +183,25 @@ def test_each_kind_of_advice_makes_the_run_fit(plan: Callable[..., Resources], c
     assert change.partition("=")[0] in [fix.partition("=")[0] for fix in planned.fixes]
     for fix in planned.fixes:
         assert plan(*FIXES[change], *shlex.split(fix), cluster=tight).exceeded == (), fix
+
+
+def test_advice_for_fine_tuning_is_taken_together_without_what_is_refused(folder: Path) -> None:
+    write_rows(folder / "long.jsonl", [{"text": f"{number} " * 4000} for number in range(8)])
+    sizes = {"sft": {"max_tokens": 10_000}, "packing": {"token_budget": 40_000}}
+    base = sft_config(folder, "long.jsonl", model={"path": str(folder / "large")}, **sizes)
+    machine = parse_cluster("1xH100")
+
+    def used(gpu_bytes: int, *settings: str) -> Resources:
+        config = override_config(base, settings, "plan")
+        return plan_resources(config, measure_step(config), machine.replace(gpu_bytes=gpu_bytes))
+
+    both = ("model.gradient_checkpointing=true", "optim.offload=true")
+    alone = min(used(80 * 10**9, setting).limits[0].used for setting in both)
+    planned = used((alone + used(80 * 10**9, *both).limits[0].used) // 2)
+    assert [limit.name for limit in planned.exceeded] == ["GPU memory"]
+    (fix,) = planned.fixes
+    assert {*both} <= {*fix.split()}
+    assert "rollout" not in fix
 
 
 def test_an_engines_share_that_leaves_no_room_for_a_publish_is_lowered(plan: Callable[..., Resources]) -> None:

@@ -1,5 +1,6 @@
 """`sluice sql`, `sluice diff` and `sluice gc` on small runs."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra.storage.runs import RunDirectory
+from schemas.step import StepReport
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.small_run import columns_of, make_small_run
 from tests.unit.flows.inspection.results import shown
@@ -91,6 +93,20 @@ def test_the_exit_code_of_a_diff_is_its_answer(sluice: Command) -> None:
     assert different.exit_code == 1
     assert different.out.splitlines()[-2].startswith("1 steps compared: 1 differ, first in step 2, stage behavior")
     assert json.loads(sluice("diff", "demo", "other", "--json").out)["same"] is False
+
+
+def test_a_diff_says_of_how_many_steps_it_has_compared_columns(sluice: Command, run: RunDirectory) -> None:
+    other = make_small_run(Path(), "other")
+    for each, step in itertools.product((run, other), range(2)):  # whose columns neither keeps
+        report = StepReport(step=step, policy_version=step + 1, metrics={}, seconds=1.0, seconds_by_phase={})
+        each.metrics.append_step(report)
+    verdict = "4 steps compared: same bits; columns of 2 of them, plans and metrics alone of the others\n"
+    assert sluice("diff", "demo", "other").out == verdict
+    assert json.loads(sluice("diff", "demo", "other", "--json").out)["with_columns"] == 2
+    (other.path / "columns" / "store.json").unlink()
+    reason, shown_last = sluice("diff", "demo", "other").out.splitlines()
+    assert reason == f"run other has no columns yet: its first step creates {other.columns}"
+    assert shown_last == "2 steps compared: same bits; columns of 0 of them, plans and metrics alone of the others"
 
 
 def test_garbage_is_shown_before_it_is_removed(sluice: Command, run: RunDirectory) -> None:
