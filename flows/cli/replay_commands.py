@@ -74,6 +74,8 @@ def fork(
     directory = planned.directory
     parts = f"{planned.num_replayed} updates repeated" if planned.num_replayed else "nothing to repeat"
     console.print(f"made run {directory.run_id} from {planned.lineage}: {parts}", soft_wrap=True, highlight=False)
+    if planned.order_note:
+        console.print(planned.order_note, soft_wrap=True, highlight=False)
     if start:
         resume(directory.url)
     else:

@@ -48,6 +48,17 @@ class PlannedFork:
         return len(self.start.steps)
 
     @property
+    def order_note(self) -> str | None:
+        """What becomes of the order of rows if a step takes another number of them; None: it goes on."""
+        if self.config.data.curriculum is not None:
+            return None
+        before, own = (self.step * _rows_per_step(config) for config in (self.parent.config(), self.config))
+        if before == own:
+            return None
+        what = f"skips {own - before:,} rows" if own > before else f"takes {before - own:,} rows once more"
+        return f"with its own number of rows a step, the fork {what} of the order that run {self.parent.run_id} took"
+
+    @property
     def lineage(self) -> Fork:
         """Its content of `fork.json`."""
         changed = differences({PARENT: self.parent.config(), OWN: self.config})
@@ -109,6 +120,10 @@ def make_fork(fork: PlannedFork) -> None:
         if has_record(parent):
             record_inputs(directory, fork.config)
         directory.write_config(fork.config)
+
+
+def _rows_per_step(config: RunConfig) -> int:
+    return config.sft.num_rows if config.sft is not None else config.rollout.num_prompts
 
 
 def _event(fork: PlannedFork) -> RunEvent:

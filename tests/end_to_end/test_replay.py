@@ -16,7 +16,8 @@ from tests.support.workplace import Workplace
 pytestmark = pytest.mark.extended
 
 PARENT, FORK, LINKED = "kept", "kept-at-6", "linked"
-KEPT = ("steps=8", "store.keep_steps=all", "checkpoint.every_steps=4", "checkpoint.keep_last=3", "kl.coef=0.01")
+KEPT = ("store.keep_steps=all", "checkpoint.every_steps=4", "checkpoint.keep_last=3", "kl.coef=0.01")
+SCHEDULED = ("optim.updates_per_step=2", "optim.schedule=linear")  # with two, behavior log-probs are stored
 STAGES = ["behavior", "reference", "advantage", "plan", "update", "weights"]
 
 COMMANDS = {
@@ -58,9 +59,9 @@ def files_of(run: Path) -> dict[Path, float]:
 
 @pytest.fixture(scope="module")
 def printed(workplace: Workplace) -> Iterator[Printed]:
-    """What the commands print of a run of 8 steps."""
-    update = "optim.updates_per_step=2"  # so that behavior log-probs are stored
-    workplace.sluice("train", "tiny.toml", "--run-id", PARENT, *KEPT, update)
+    """What the commands print of a run of 8 steps, of which the first 5 had a learning rate that ended with them."""
+    workplace.sluice("train", "tiny.toml", "--run-id", PARENT, "steps=5", *KEPT, *SCHEDULED)
+    workplace.sluice("resume", PARENT, "steps=8")
     before = files_of(workplace.run(PARENT).path)
     found = dict(zip(COMMANDS, sluice_in_turn(workplace, *COMMANDS.values()), strict=True))
     moved = workplace.run(PARENT).path.rename(workplace.folder / "moved")

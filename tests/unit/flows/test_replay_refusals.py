@@ -68,6 +68,11 @@ def test_a_fork_that_was_interrupted_is_begun_anew(sluice: Command) -> None:
     save(open_checkpoints(left, parent.config().checkpoint), 9)  # newer than what it will begin with
     left.folder.write("metrics.jsonl", b'{"kind": "step", "step": 0}\n')
     make_fork(plan_fork(parent, 2, "again", "a note", ["optim.lr=0.5"]))
+    more, fewer = (plan_fork(parent, 2, "x", overrides=[f"rollout.num_prompts={prompts}"]) for prompts in (64, 1))
+    assert plan_fork(parent, 2, "x").order_note is None
+    num_prompts = parent.config().rollout.num_prompts
+    assert f"skips {2 * (64 - num_prompts)} rows of the order" in (more.order_note or "")
+    assert f"takes {2 * (num_prompts - 1)} rows once more" in (fewer.order_note or "")
     fork = RunDirectory("runs/again")
     assert open_checkpoints(fork, fork.config().checkpoint).complete_versions() == [2]
     assert [report.step for report in fork.metrics.steps()] == [0, 1]

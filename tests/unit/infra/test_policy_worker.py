@@ -123,6 +123,20 @@ def test_an_update_is_applied_once_and_reported_again(run: RunHandle, store: Mem
     assert all(torch.equal(after[name], again[name]) for name in after)
 
 
+def test_a_plan_keeps_the_schedule_of_a_run_that_has_become_longer(run: RunHandle, store: MemoryStore) -> None:
+    def learning_rate(num_steps: int, planned: int | None) -> float:
+        optim = run.config.optim.replace(schedule="linear", lr=1.0)
+        config = run.config.replace(steps=num_steps, optim=optim)
+        worker = started(run.replace(config=config), store)
+        return float(values(worker.update(batch, plan.replace(num_steps=planned), 0).metrics)["learning_rate"])
+
+    batch, plan = make_step(run, store, started(run, store))
+    assert plan.replace(num_steps=4).digest == plan.digest
+    short = learning_rate(4, planned=None)
+    assert short == pytest.approx(1 - 1 / 16)  # two updates: of 1, and of the rest before the second of eight
+    assert learning_rate(8, planned=4) == learning_rate(4, planned=4) == short < learning_rate(8, planned=8)
+
+
 def test_samples_that_share_their_prompt_are_scored_and_trained_on_as_those_that_do_not(
     run: RunHandle, store: MemoryStore
 ) -> None:
