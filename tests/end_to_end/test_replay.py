@@ -59,8 +59,8 @@ def files_of(run: Path) -> dict[Path, float]:
 
 @pytest.fixture(scope="module")
 def printed(workplace: Workplace) -> Iterator[Printed]:
-    """What the commands print of a run of 8 steps, of which the first 5 had a learning rate that ended with them."""
-    workplace.sluice("train", "tiny.toml", "--run-id", PARENT, "steps=5", *KEPT, *SCHEDULED)
+    """What the commands print of a run of 8 steps, of which the first 4 had a learning rate that ended with them."""
+    workplace.sluice("train", "tiny.toml", "--run-id", PARENT, "steps=4", *KEPT, *SCHEDULED)
     workplace.sluice("resume", PARENT, "steps=8")
     before = files_of(workplace.run(PARENT).path)
     found = dict(zip(COMMANDS, sluice_in_turn(workplace, *COMMANDS.values()), strict=True))
