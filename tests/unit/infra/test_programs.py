@@ -417,6 +417,22 @@ def test_what_a_program_starts_in_a_session_of_its_own_ends_with_it(tmp_path: Pa
         wait_until(lambda: not psutil.pid_exists(int(child)) and not Path(folder).exists())
 
 
+def test_what_a_killed_environment_process_has_left_in_other_sessions_is_ended(tmp_path: Path) -> None:
+    code = """
+        import subprocess
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        say(f"{os.getcwd()} {child.pid}")
+        ask()
+        say("again")
+    """
+    with started(program(tmp_path, code)) as pool:
+        folder, child = begin(pool)[0].observations[-1].split()
+        os.kill(pool.pids[0], 9)
+        pool.open(1, row(), seed=1)  # starts a program in the process that takes its place
+        pool.wait([1])
+        wait_until(lambda: not psutil.pid_exists(int(child)) and not Path(folder).exists())
+
+
 def test_a_program_that_ignores_signals_ends_with_its_environment_process(tmp_path: Path) -> None:
     code = """
         import signal
