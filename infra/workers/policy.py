@@ -151,15 +151,19 @@ class PolicyCheckpoints:
     def retain(self, evals: Sequence[EvalReport]) -> int | None:
         """Remove the checkpoints that the config doesn't keep, and return the newest complete version; for rank 0 only.
 
+        A newer one that this rank has neither loaded nor saved doesn't count: it is damaged, or another group's.
+
         Args:
             evals: The reports of all versions evaluated so far: the best version's checkpoint may be kept.
         """
-        complete = self.store.complete_versions()
-        if not complete:
+        pending = self._pending
+        newest = pending.version if pending is not None and pending.is_complete else self._complete_version
+        if newest is None:
             return None
+        complete = [version for version in self.store.complete_versions() if version <= newest]
         config = self._config.checkpoint
-        self.store.retain(config.keep_last, best_version(evals, complete) if config.keep_best else None)
-        return complete[-1]
+        self.store.retain(newest, config.keep_last, best_version(evals, complete) if config.keep_best else None)
+        return newest
 
 
 class PolicyWorker(ScoringWorker):
