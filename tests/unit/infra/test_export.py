@@ -110,6 +110,23 @@ def test_a_checkpoint_of_another_model_is_rejected_before_anything_starts(run: R
         check_checkpoint(run, run.config())
 
 
+@pytest.mark.parametrize("damage", ["lost", "cut off", "manifest"])
+def test_a_damaged_checkpoint_is_not_taken_for_one_of_another_model(run: RunDirectory, base: Path, damage: str) -> None:
+    for version in (1, 2):
+        save_version(run, version)
+    folder = Path(run.checkpoints, "step-000002")
+    file = folder / "manifest.json" if damage == "manifest" else next(folder.glob("rank-*"))
+    if damage == "lost":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    check_checkpoint(run, run.config())
+    shutil.rmtree(base)
+    make_tiny_model(base, intermediate_size=48)
+    with pytest.raises(ModelError, match=r"is not the model that run run trains: .*step-000001 doesn't match"):
+        check_checkpoint(run, run.config())
+
+
 def test_the_newest_checkpoint_is_exported_with_config_and_tokenizer(
     run: RunDirectory, base: Path, tmp_path: Path
 ) -> None:
