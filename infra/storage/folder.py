@@ -227,6 +227,19 @@ class Folder:
             return False
         return True
 
+    def sync(self, name: str) -> None:
+        """Make a file that something else has written survive a power failure, if it exists and is local.
+
+        So do the names of it and of the folders in between, which may be new.
+        """
+        if not self.is_local:
+            return
+        path = self._path(name)
+        with suppress(FileNotFoundError):
+            _sync(path)
+            for folder in PurePosixPath(name).parents:
+                _sync(self._path(str(folder)))
+
     def remove(self, name: str) -> None:
         """Remove a file, if it exists."""
         try:
@@ -322,11 +335,16 @@ def _write_temporary(path: str, data: "bytes | pa.Buffer", name: str, mode: int 
 
 def sync_folder(path: str) -> None:
     """Sync the folder of `path`, so that the file's name survives a power failure."""
-    folder = os.open(os.path.dirname(path), os.O_RDONLY)
+    _sync(os.path.dirname(path))
+
+
+def _sync(path: str) -> None:
+    """Sync a file or a folder."""
+    opened = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
 
 
 def _as_bytes(data: "bytes | pa.Buffer") -> bytes:

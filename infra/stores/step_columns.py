@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 def open_step(run: RunHandle, policy: PolicyHandle) -> None:
     """Open the policy's step. If it was started before, keep what its committed stages have put.
 
-    If a committed stage's columns are lost or damaged, the step's ledger entries are dropped with all of its columns.
+    If a committed stage's columns are lost or damaged, the step's ledger entries are dropped with all of its columns;
+    and so if the rollout's entry is lost and that of its rows isn't: others would be sampled for them.
     """
     store, ledger, step = open_store(run), RunDirectory.of(run).ledger, policy.step
     store.open(step)
@@ -37,6 +38,8 @@ def open_step(run: RunHandle, policy: PolicyHandle) -> None:
     if _CHUNKS["put"] not in committed:  # the stages after it extend its rows
         committed &= {_CHUNKS["rollout"]}
     try:
+        if _CHUNKS["put"] in committed and _CHUNKS["rollout"] not in committed:
+            raise StoreError("the ledger has lost the rollout that its rows are of")
         _keep_committed(store, step, committed)
     except StoreError as error:
         logger.warning("step %d is run again from its start: %s", step, error)

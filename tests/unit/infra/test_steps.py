@@ -96,6 +96,30 @@ def test_a_step_whose_columns_are_lost_is_run_again_from_its_start(
     assert not list(Path(run.directory, "ledger").glob("step-000004/*"))
 
 
+@pytest.mark.parametrize("content", [None, "", "\0" * 8, '{"metadata": {'], ids=["lost", "empty", "zeros", "cut off"])
+def test_a_step_that_has_lost_its_rollouts_entry_is_run_again_from_its_start(
+    run: RunHandle, content: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else its rollout alone would be run again, and its rewards joined with the rows of the earlier one."""
+    entry = Path(run.directory, "ledger", stage_key(run, POLICY, "rollout"))
+    entry.unlink()
+    if content is not None:
+        entry.write_text(content)
+    with caplog.at_level(logging.WARNING):
+        assert kept(run) == (set(), None)
+    assert "step 4 is run again from its start: the ledger has lost the rollout that its rows are of" in caplog.text
+    assert not list(Path(run.directory, "ledger").glob("step-000004/*"))
+
+
+@pytest.mark.parametrize("stage", ["put", "logprob", "advantage"])
+def test_a_stage_whose_entry_was_cut_off_is_not_committed(run: RunHandle, stage: str) -> None:
+    entry = Path(run.directory, "ledger", stage_key(run, POLICY, stage))
+    entry.write_text('{"metadata": {')
+    stages, _ = kept(run)
+    assert STAGES[stage] not in stages
+    assert len(stages) == {"put": 0, "logprob": 2, "advantage": 2}[stage]
+
+
 @pytest.mark.parametrize("damage", ["lost", "damaged"])
 @pytest.mark.parametrize("stage", ["rollout", "behavior", "advantage"])
 def test_a_step_with_a_bad_chunk_is_run_again_from_its_start(
