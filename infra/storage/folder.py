@@ -338,6 +338,14 @@ def sync_folder(path: str) -> None:
     _sync(os.path.dirname(path))
 
 
+def sync_tree(folder: Path) -> None:
+    """Sync all files and folders in a folder, and itself."""
+    for path, _, files in os.walk(folder):
+        for name in files:
+            _sync(os.path.join(path, name))
+        _sync(path)
+
+
 def _sync(path: str) -> None:
     """Sync a file or a folder."""
     opened = os.open(path, os.O_RDONLY)

@@ -1,6 +1,7 @@
 """Checkpoints exported as Hugging Face folders, and evaluated: the newest, a given or the best one."""
 
 import json
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -145,6 +146,31 @@ def test_the_newest_checkpoint_is_exported_with_config_and_tokenizer(
     assert exported.generation_config.eos_token_id == trained.generation_config.eos_token_id
     assert {file.suffix for file in out.iterdir()} == {".json", ".safetensors", ".jinja"}
     assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
+
+
+def test_an_export_is_on_disk_before_it_appears(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline takes a folder that exists for a whole model, also after a power failure."""
+    save_version(run, 1)
+    out, synced = tmp_path / "models" / "new" / "out", dict[str, int]()
+    replace, fsync = os.replace, os.fsync
+
+    def noted_fsync(file: int) -> None:
+        synced[os.readlink(f"/proc/self/fd/{file}")] = os.fstat(file).st_size
+        fsync(file)
+
+    def checked_replace(source: Path, target: Path) -> None:
+        if Path(target) == out:
+            assert all(synced[str(file)] == file.stat().st_size for file in Path(source).rglob("*") if file.is_file())
+            assert all(str(path) in synced for path in (source, *Path(source).rglob("*")))
+            assert str(out.parent) not in synced
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", checked_replace)
+    export_run(run, out)
+    assert {str(out.parent), str(out.parent.parent)} <= synced.keys()
 
 
 def test_weights_have_the_base_models_dtype_and_names_with_tied_ones_once(
