@@ -66,6 +66,7 @@ class PolicyCheckpoints:
 
     Attributes:
         store: The run's checkpoints.
+        num_begun: How many this rank has begun to save.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class PolicyCheckpoints:
     ) -> None:
         self.store = store
         self._config, self._rank, self._mesh, self._process_group = config, rank, mesh, process_group
+        self.num_begun = 0
         self._pending: PendingCheckpoint | None = None
         self._complete_version: int | None = None  # of the newest complete checkpoint that this rank knows of
 
@@ -126,6 +128,7 @@ class PolicyCheckpoints:
         self.finish_saving()
         if version == self._complete_version:
             return
+        self.num_begun += 1
         self._pending = self.store.save(
             version,
             tensors,
@@ -198,6 +201,13 @@ class PolicyWorker(ScoringWorker):
         self._weight_sync = WeightSyncEndpoint(self._run.run_id, device, self._config)
         self._incarnation = self._group_id
         return self.handle()
+
+    def incarnation(self) -> str:
+        """Return the id of its process group, with the number of checkpoints that it has begun to save.
+
+        A driver that was killed may have told only some ranks to save one, for which they wait for the others.
+        """
+        return f"{self._incarnation}-{self._checkpoints.num_begun}" if self._incarnation else ""
 
     def handle(self) -> PolicyHandle:
         """Return the handle of the version it holds."""
