@@ -275,11 +275,11 @@ class Folder:
             return []
         return sorted(PurePosixPath(str(info["name"])).name for info in found if info["type"] != "file")
 
-    def sizes(self, within: str = "", *, only_linked: bool = False) -> dict[str, int]:
+    def sizes(self, within: str = "", *, only_linked: bool = False, unfinished: bool = False) -> dict[str, int]:
         """Return the size in bytes of every file in a subfolder, by name relative to this folder.
 
-        Files that are still being written are not listed. With `only_linked`, only files that are elsewhere, too, by
-        hard links.
+        Files that are being written, or whose writers were killed, are listed only if `unfinished` ones are asked for.
+        With `only_linked`, only files that are elsewhere, too, by hard links.
         """
         with self._reached():
             found = self._fs.find(self._path(within), detail=True)
@@ -288,7 +288,9 @@ class Folder:
             for path, info in found.items()
             if not only_linked or info.get("nlink", 1) > 1
         }
-        return {name: size for name, size in names.items() if not PurePosixPath(name).name.startswith(".")}
+        return {
+            name: size for name, size in names.items() if unfinished or not PurePosixPath(name).name.startswith(".")
+        }
 
     @contextmanager
     def _reached(self) -> Iterator[None]:

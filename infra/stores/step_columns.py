@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Literal
 
@@ -141,8 +142,9 @@ def drop_steps(directory: RunDirectory, config: RunConfig) -> None:
 def sweep_steps(run: RunHandle, first: int) -> None:
     """Clear the steps before `first`, the first one that may still be run.
 
-    Those that `store.keep_steps` and `store.keep_bytes` name stay readable. One without entries in the ledger was swept
-    before, so that the sweep of a run that keeps all steps touches the new ones only.
+    Those that `store.keep_steps` and `store.keep_bytes` name stay readable; what killed writers have left in them is
+    removed. One without entries in the ledger was swept before, so that the sweep of a run that keeps all steps touches
+    the new ones only.
     """
     directory, store, config = RunDirectory.of(run), open_store(run), run.config.store
     if run.config.environments:
@@ -157,6 +159,8 @@ def sweep_steps(run: RunHandle, first: int) -> None:
             store.clear(step)
         elif step in entered:
             store.archive(step)  # first: a kill in between must not leave it open
+            with suppress(ChunkCorruptedError):  # it stays readable as far as it is
+                store.drop_leftovers(step)
             if step + 1 < first or run.config.runtime.max_staleness < 2:  # else step `first` may continue its rollout
                 directory.ledger.drop_step(step)
 

@@ -7,9 +7,11 @@ import pytest
 
 from infra.storage.ledger import stage_key, step_folder
 from infra.stores.chunk_files import open_path
+from infra.stores.chunk_index import MemoryStore
 from infra.stores.files import FsspecColumnStore
 from infra.stores.open import open_store
 from infra.stores.step_columns import close_other_steps, open_step, sweep_steps
+from infra.stores.tiered import TieredColumnStore
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.config.runtime import TimeoutsConfig
 from schemas.errors import CapacityError
@@ -187,6 +189,31 @@ def test_a_sweep_keeps_the_last_steps_or_all(run: RunHandle, keep_steps: int | s
     assert columns(run).steps() == ([4] if keep_steps == 1 else left)
     assert columns(run).usage().open_steps == ()  # it was closed, its ledger entries are gone
     assert not (Path(run.directory) / "ledger" / stage_key(run, POLICY, "put")).exists()
+
+
+@pytest.mark.parametrize("is_tiered", [False, True])
+def test_a_sweep_removes_what_killed_writers_have_left_in_a_step_that_stays(run: RunHandle, is_tiered: bool) -> None:
+    folder, store = Path(run.directory, "columns", step_folder(STEP)), columns(run)
+    whole = sorted(folder.iterdir())
+    (folder / ".5e2f.tmp").write_bytes(b"a part of a chunk")
+    (folder / "behavior-1-0.5e2f.arrow").write_bytes(b"of a chunk that was not committed")
+    if is_tiered:
+        TieredColumnStore(MemoryStore("demo", 2**20, store.incarnation), store).drop_leftovers(STEP)
+    else:
+        kept_store = run.config.store.replace(keep_steps="all")
+        sweep_steps(run.replace(config=run.config.replace(store=kept_store)), STEP + 1)
+    assert sorted(folder.iterdir()) == whole
+    batch = store.load_batch(STEP)
+    assert batch is not None
+    store.verify(batch)
+
+
+def test_a_sweep_leaves_a_step_whose_record_is_damaged_as_it_is(run: RunHandle) -> None:
+    folder = Path(run.directory, "columns", step_folder(STEP))
+    (folder / "behavior-0-0.json").write_text("{")
+    before = sorted(folder.iterdir())
+    sweep_steps(run.replace(config=run.config.replace(store=run.config.store.replace(keep_steps="all"))), STEP + 1)
+    assert sorted(folder.iterdir()) == before
 
 
 def test_the_files_of_kept_steps_are_not_looked_at_by_a_put(run: RunHandle, monkeypatch: pytest.MonkeyPatch) -> None:
