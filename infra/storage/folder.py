@@ -57,6 +57,7 @@ def write_atomic(path: Path, text: str, mode: int = 0o666) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    sync_folder(str(path))  # else a power failure may bring the old file back, without what was appended to this one
 
 
 class Folder:
@@ -220,7 +221,7 @@ class Folder:
         if not (self.is_local and source.is_local):
             return False
         path = self._path(name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        make_folder(os.path.dirname(path))
         try:
             os.link(source._path(name), path)
         except OSError:
@@ -324,7 +325,7 @@ def _unique_name() -> str:
 def _write_temporary(path: str, data: "bytes | pa.Buffer", name: str, mode: int = 0o666) -> str:
     """Write the whole content, synced to disk, under a hidden name in the same folder; return its path."""
     temporary = os.path.join(os.path.dirname(path), name)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    make_folder(os.path.dirname(path))
     with (
         removed_if_it_fails(temporary),
         open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file,
@@ -335,9 +336,17 @@ def _write_temporary(path: str, data: "bytes | pa.Buffer", name: str, mode: int 
     return temporary
 
 
+def make_folder(path: str) -> None:
+    """Make a folder, if it doesn't exist, and those above it; their names survive a power failure."""
+    if path and not os.path.isdir(path):
+        make_folder(os.path.dirname(path))
+        os.makedirs(path, exist_ok=True)
+        sync_folder(path)
+
+
 def sync_folder(path: str) -> None:
     """Sync the folder of `path`, so that the file's name survives a power failure."""
-    _sync(os.path.dirname(path))
+    _sync(os.path.dirname(path) or ".")
 
 
 def sync_tree(folder: Path) -> None:
