@@ -21,7 +21,7 @@ from flows.pipeline_plan import CURRENT, PLAN, PipelinePlan, PlannedRun, named
 from flows.summary import finished_summary
 from flows.train import train
 from infra.storage.driver_lock import file_lock
-from infra.storage.folder import read_record
+from infra.storage.folder import read_record, sync_folder
 from infra.storage.runs import open_folder
 from schemas.base import Frozen
 from schemas.batch import SafeName
@@ -294,6 +294,7 @@ async def _promote(plan: PipelinePlan, result: PipelineResult, run: PlannedRun) 
         temporary.unlink(missing_ok=True)  # of a promotion that was killed
         temporary.symlink_to(Path(plan.pipeline_id, plan.config.last_stage))
         os.replace(temporary, folder / CURRENT)
+        sync_folder(str(folder / CURRENT))
         describe(promoted, {"run_id": run.run_id, "pipeline_id": plan.pipeline_id, "accuracy": result.accuracy})
 
     gate = plan.config.gate

@@ -165,17 +165,20 @@ def _warn_of_missing_prompt(config: RunConfig, tokenizer: PreTrainedTokenizerBas
 def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:
     """Check that a run's newest checkpoint fits the config's model, by tensor names, shapes and dtypes.
 
+    Damaged ones, as far as their files' sizes and headers tell, are skipped: the policy will do so, with a warning.
+
     Raises:
         ModelError: It doesn't fit: the model folder no longer holds the model that the run started with.
     """
     checkpoints = open_checkpoints(directory, directory.config().checkpoint)  # not moved to another place yet
-    if not (versions := checkpoints.complete_versions()):
+    readable = checkpoints.undamaged(checkpoints.complete_versions(), checkpoints.tensor_names, logging.INFO)
+    if (newest := next(readable, None)) is None:
         return
     model = build_meta_model(config.model)
     if config.model.lora is not None:
         add_adapter(model, config.model.lora)
     try:
-        checkpoints.check_tensors(versions[-1], model_tensors(model))
+        checkpoints.check_tensors(newest[0], model_tensors(model))
     except CheckpointError as error:
         raise ModelError(
             f"model.path {config.model.path} is not the model that run {directory.run_id} trains: {error}; "

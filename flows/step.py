@@ -241,7 +241,8 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer, n
         rollout = await generate_rollouts(run, policy, await _find_previous_rollout(run, policy))
     with phase("put"):
         stored = await put_columns(run, policy, rollout)
-        drop_journals(run, policy.step)  # the rows are durable
+        if is_committed(run, policy, "put"):  # Prefect only logs that it can't write an entry
+            drop_journals(run, policy.step)  # the rows are durable
         traffic["put"] = stored.traffic
     notice.hold()  # the rows are stored, and ranks that are interrupted in what follows have to be killed
     await gpus.scoring()

@@ -4,7 +4,8 @@ Both are retried only if a worker died. A stage's ledger key is explicit: Prefec
 id, so a resumed run would repeat every stage.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from typing import Any, ParamSpec, TypeVar
@@ -28,6 +29,7 @@ from schemas.step import PolicyHandle, RunHandle
 MAX_RETRIES = 2
 P = ParamSpec("P")
 R = TypeVar("R")
+StageKey = Callable[[RunHandle, PolicyHandle, str], str]  # of a stage's name
 
 
 class HandleSerializer(JSONSerializer[Any]):
@@ -41,15 +43,6 @@ class HandleSerializer(JSONSerializer[Any]):
             return super().dumps(obj)
         name = f"{type(obj).__module__}.{type(obj).__qualname__}"
         return f'{{"__class__": "{name}", "data": {obj.model_dump_json()}}}'.encode()
-
-
-def _stage_cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
-    return ledger.stage_key(parameters["run"], parameters["policy"], context.task.name)
-
-
-def update_cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
-    """Return the cache key of the update stage; see `ledger.update_key`."""
-    return ledger.update_key(parameters["run"], parameters["policy"], context.task.name)
 
 
 async def worker_was_lost(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
@@ -93,21 +86,44 @@ class OpaqueTask(MaterializingTask[P, R]):
         return super().__call__(*map(opaque, args), **opaque_kwargs)  # type: ignore[arg-type]  # unwrapped by Prefect
 
 
-def stage(
-    name: str, *, key: Callable[[TaskRunContext, dict[str, Any]], str] = _stage_cache_key
-) -> Callable[[Callable[P, R]], OpaqueTask[P, R]]:
+class StageTask(OpaqueTask[P, R]):
+    """A task that takes `run` and `policy` and commits its result to the ledger, where it is on disk once it returns.
+
+    Args:
+        ledger_key: Returns the key of its entry for a run, a policy and its name.
+    """
+
+    def __init__(self, *args: Any, ledger_key: StageKey, **kwargs: Any) -> None:
+        self._ledger_key = ledger_key
+        super().__init__(*args, cache_key_fn=self._cache_key, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the task, or read its result from the ledger."""
+        run, policy, *_ = args
+        return self._synced(run, self._ledger_key(run, policy, self.name), super().__call__(*args, **kwargs))
+
+    async def _synced(self, run: RunHandle, key: str, call: Awaitable[R]) -> R:
+        result = await call
+        await asyncio.to_thread(RunDirectory.of(run).ledger.sync, key)  # Prefect itself doesn't
+        return result
+
+    def _cache_key(self, _: TaskRunContext, parameters: dict[str, Any]) -> str:
+        return self._ledger_key(parameters["run"], parameters["policy"], self.name)
+
+
+def stage(name: str, *, key: StageKey = ledger.stage_key) -> Callable[[Callable[P, R]], OpaqueTask[P, R]]:
     """Return a decorator for a task that takes `run` and `policy` and commits its result to the ledger."""
-    return _decorator(name, persist_result=True, result_serializer=HandleSerializer(), cache_key_fn=key)
+    return _decorator(StageTask, name, persist_result=True, result_serializer=HandleSerializer(), ledger_key=key)
 
 
 def operation(name: str) -> Callable[[Callable[P, R]], OpaqueTask[P, R]]:
     """Return a decorator for a task that is safe to repeat; its result is not committed."""
-    return _decorator(name, persist_result=False, cache_policy=NO_CACHE)
+    return _decorator(OpaqueTask, name, persist_result=False, cache_policy=NO_CACHE)
 
 
-def _decorator(name: str, **options: Any) -> Callable[[Callable[P, R]], OpaqueTask[P, R]]:
+def _decorator(kind: type[OpaqueTask[P, R]], name: str, **options: Any) -> Callable[[Callable[P, R]], OpaqueTask[P, R]]:
     def decorate(function: Callable[P, R]) -> OpaqueTask[P, R]:
-        return OpaqueTask(
+        return kind(
             function,
             name=name,
             retries=MAX_RETRIES,
@@ -121,5 +137,5 @@ def _decorator(name: str, **options: Any) -> Callable[[Callable[P, R]], OpaqueTa
 
 
 def is_committed(run: RunHandle, policy: PolicyHandle, stage: str) -> bool:
-    """Return whether the ledger holds this stage's result."""
+    """Return whether the ledger holds all of this stage's result."""
     return RunDirectory.of(run).ledger.is_committed(ledger.stage_key(run, policy, stage))

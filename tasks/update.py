@@ -1,11 +1,12 @@
 """The update stage, the only one that changes the policy."""
 
+from infra.storage.ledger import update_key
 from infra.workers.launch import get_group
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, UpdateReport
-from tasks.stage import stage, update_cache_key
+from tasks.stage import stage
 
 
-@stage("update", key=update_cache_key)
+@stage("update", key=update_key)
 async def update_policy(run: RunHandle, policy: PolicyHandle, advantage: AdvantageHandle) -> UpdateReport:
     """Apply the planned updates to the policy's version, exactly once."""
     group = await get_group(run, "policy")

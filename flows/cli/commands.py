@@ -185,6 +185,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     from flows.lifecycle.secrets import take_secrets
     from flows.lifecycle.session import prefect_session
     from flows.preflight import check_run
+    from flows.summary import finished_summary
     from infra.storage.runs import RunDirectory, resumed_config
     from schemas.config.load import override_config
 
@@ -196,11 +197,13 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
         config = config.replace(runtime=config.runtime.replace(runs_dir=directory.runs_dir))
     config = resumed_config(directory, config)
     directory.ledger.is_outdated()  # raises if a newer Sluice wrote it
-    done = directory.metrics.num_steps()
-    if done >= config.steps and directory.summary() is not None:
-        console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")
+    if (finished := finished_summary(config, directory.run_id)) is not None:
+        console.print(
+            f"run {directory.run_id} is complete: {finished.steps} of {config.steps} steps; nothing to resume"
+        )
         return
     check_run(config, directory)
+    done = directory.metrics.num_steps()
     console.print(f"resuming {directory.run_id}: {done} of {config.steps} steps are done")
     with prefect_session(config.services, console):
         run_training(console, config, directory.run_id)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import fsspec
 import xxhash
@@ -34,6 +34,7 @@ ASSETS = "hf"  # the folder of config.json, generation_config.json and the token
 
 logger = logging.getLogger(__name__)
 
+Found = TypeVar("Found")
 FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")]  # relative to the checkpoint's folder
 _CHECK_BYTES, _CHECK_SPANS = 2**23, 8  # files are checked in spans of this size, this many per request
 
@@ -82,13 +83,13 @@ class CheckpointFiles:
         return next(self.undamaged(self.versions(), self.verify), None)
 
     def undamaged(
-        self, versions: Sequence[int], verify: Callable[[int], Manifest], level: int = logging.WARNING
-    ) -> Iterator[tuple[int, Manifest]]:
-        """Yield those of these versions, oldest first, that can be verified, the newest first, and their manifests.
+        self, versions: Sequence[int], verify: Callable[[int], Found], level: int = logging.WARNING
+    ) -> Iterator[tuple[int, Found]]:
+        """Yield those of these versions, oldest first, that can be verified, the newest first, and what was found.
 
         Args:
             versions: The versions.
-            verify: Returns a version's manifest, or raises a CheckpointError, which is logged.
+            verify: Returns such as a version's manifest, or raises a CheckpointError, which is logged.
             level: At which level.
         """
         for version in reversed(versions):

@@ -17,6 +17,7 @@ from infra.checkpoints.store import CheckpointStore
 from infra.models.assets import keep_dropout
 from infra.models.load import build_model, cast_model, load_model
 from infra.models.lora import add_adapter, merge_adapter
+from infra.storage.folder import sync_folder, sync_tree
 from rl_core.model_folder import load_config
 from schemas.config.model import ModelConfig
 
@@ -46,7 +47,7 @@ def write_model_folder(store: CheckpointStore, version: int, out: Path, dtype: t
     Args:
         store: The run's checkpoints.
         version: The version to export.
-        out: A folder that is empty or doesn't exist; it appears only once complete.
+        out: A folder that is empty or doesn't exist; it appears only once complete, and on disk.
         dtype: The dtype of the weights; None for the one in the model's own config, or float32 if it has none.
 
     Raises:
@@ -63,7 +64,10 @@ def write_model_folder(store: CheckpointStore, version: int, out: Path, dtype: t
             cast_model(model, dtype or (own_dtype if isinstance(own_dtype, torch.dtype) else torch.float32))
             _save(model, staged)
             _copy_assets(assets, staged)
+        sync_tree(staged)
         os.replace(staged, out)
+        for path in (out, out.parent):  # which may be new, too
+            sync_folder(str(path))
 
 
 def _save(model: PreTrainedModel, folder: Path) -> None:

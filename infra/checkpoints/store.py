@@ -1,6 +1,5 @@
 """A run's checkpoints: saved in the background by all ranks together, loaded by any number of ranks, pruned."""
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,9 +42,9 @@ class PendingCheckpoint:
         self.is_reported = False  # whether `wait` has been called
 
     @property
-    def is_done(self) -> bool:
-        """Whether the checkpoint is complete or has failed."""
-        return self._written.done()
+    def is_complete(self) -> bool:
+        """Whether the checkpoint has been written."""
+        return self._written.done() and self._written.exception() is None
 
     def wait(self) -> str:
         """Return the checkpoint's path or URL once it is complete, on all ranks.
@@ -189,19 +188,20 @@ class CheckpointStore(CheckpointFiles):
         self.load(version, {name: tensor})
         return tensor
 
-    def retain(self, keep_last: int, best: int | None = None) -> None:
+    def retain(self, newest: int, keep_last: int, best: int | None = None) -> None:
         """Remove all checkpoints but the newest ones and the best, and unfinished ones older than the newest.
 
-        A save in progress is neither awaited nor counted. Only the process that saves (rank 0) may call this.
+        Only the process that saves (rank 0) may call this.
 
         Args:
+            newest: The newest version that is known to be undamaged. Newer ones, such as one that is being saved, are
+                neither removed nor counted.
             keep_last: The number of newest checkpoints to keep; at least 1.
             best: A version to keep as well.
         """
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}, expected at least 1: the newest checkpoint is always kept")
-        in_progress = self._pending.version if self._pending and not self._pending.is_done else math.inf
-        complete = [version for version in self.complete_versions() if version < in_progress]
+        complete = [version for version in self.complete_versions() if version <= newest]
         kept = {*complete[-keep_last:], best}
         for version in self.versions():
             if complete and version < complete[-1] and version not in kept:

@@ -57,6 +57,7 @@ def write_atomic(path: Path, text: str, mode: int = 0o666) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    sync_folder(str(path))  # else a power failure may bring the old file back, without what was appended to this one
 
 
 class Folder:
@@ -220,12 +221,25 @@ class Folder:
         if not (self.is_local and source.is_local):
             return False
         path = self._path(name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        make_folder(os.path.dirname(path))
         try:
             os.link(source._path(name), path)
         except OSError:
             return False
         return True
+
+    def sync(self, name: str) -> None:
+        """Make a file that something else has written survive a power failure, if it exists and is local.
+
+        So do the names of it and of the folders in between, which may be new.
+        """
+        if not self.is_local:
+            return
+        path = self._path(name)
+        with suppress(FileNotFoundError):
+            _sync(path)
+            for folder in PurePosixPath(name).parents:
+                _sync(self._path(str(folder)))
 
     def remove(self, name: str) -> None:
         """Remove a file, if it exists."""
@@ -262,11 +276,11 @@ class Folder:
             return []
         return sorted(PurePosixPath(str(info["name"])).name for info in found if info["type"] != "file")
 
-    def sizes(self, within: str = "", *, only_linked: bool = False) -> dict[str, int]:
+    def sizes(self, within: str = "", *, only_linked: bool = False, unfinished: bool = False) -> dict[str, int]:
         """Return the size in bytes of every file in a subfolder, by name relative to this folder.
 
-        Files that are still being written are not listed. With `only_linked`, only files that are elsewhere, too, by
-        hard links.
+        Files that are being written, or whose writers were killed, are listed only if `unfinished` ones are asked for.
+        With `only_linked`, only files that are elsewhere, too, by hard links.
         """
         with self._reached():
             found = self._fs.find(self._path(within), detail=True)
@@ -275,7 +289,9 @@ class Folder:
             for path, info in found.items()
             if not only_linked or info.get("nlink", 1) > 1
         }
-        return {name: size for name, size in names.items() if not PurePosixPath(name).name.startswith(".")}
+        return {
+            name: size for name, size in names.items() if unfinished or not PurePosixPath(name).name.startswith(".")
+        }
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
@@ -309,7 +325,7 @@ def _unique_name() -> str:
 def _write_temporary(path: str, data: "bytes | pa.Buffer", name: str, mode: int = 0o666) -> str:
     """Write the whole content, synced to disk, under a hidden name in the same folder; return its path."""
     temporary = os.path.join(os.path.dirname(path), name)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    make_folder(os.path.dirname(path))
     with (
         removed_if_it_fails(temporary),
         open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file,
@@ -320,13 +336,34 @@ def _write_temporary(path: str, data: "bytes | pa.Buffer", name: str, mode: int 
     return temporary
 
 
+def make_folder(path: str) -> None:
+    """Make a folder, if it doesn't exist, and those above it; their names survive a power failure."""
+    if path and not os.path.isdir(path):
+        make_folder(os.path.dirname(path))
+        os.makedirs(path, exist_ok=True)
+        sync_folder(path)
+
+
 def sync_folder(path: str) -> None:
     """Sync the folder of `path`, so that the file's name survives a power failure."""
-    folder = os.open(os.path.dirname(path), os.O_RDONLY)
+    _sync(os.path.dirname(path) or ".")
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync all files and folders in a folder, and itself."""
+    for path, _, files in os.walk(folder):
+        for name in files:
+            _sync(os.path.join(path, name))
+        _sync(path)
+
+
+def _sync(path: str) -> None:
+    """Sync a file or a folder."""
+    opened = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
 
 
 def _as_bytes(data: "bytes | pa.Buffer") -> bytes:

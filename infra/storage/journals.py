@@ -8,9 +8,9 @@ that is only believed to be dead writes between nobody's lines. Later attempts h
 
 import os
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-from infra.storage.folder import Folder
+from infra.storage.folder import Folder, make_folder
 from infra.storage.ledger import step_folder, step_number
 from infra.storage.lines import Lines
 
@@ -37,7 +37,7 @@ class JournalFiles:
         last = max((_attempt(name) for name in self._names(step, batch)), default=0)
         name = f"{_FOLDER}/{step_folder(step)}/{batch:05d}-{last + 1:04d}-{os.urandom(2).hex()}"
         if self._run.is_local:  # not when it is written: what is dropped meanwhile stays away
-            Path(self._run.place, name).parent.mkdir(parents=True, exist_ok=True)
+            make_folder(os.path.dirname(os.path.join(self._run.place, name)))
         return self._open_lines(name, _SUFFIX)
 
     def steps(self) -> list[int]:

@@ -5,6 +5,7 @@ step-000007/advantage-<digest>-<store incarnation>          one stage's result, 
 """
 
 from pydantic import PositiveInt
+from pydantic_core import from_json
 
 from infra.storage.folder import Folder, read_record
 from schemas.base import Frozen
@@ -82,8 +83,15 @@ class Ledger:
         return sorted(number for number in numbers if number is not None)
 
     def is_committed(self, key: str) -> bool:
-        """Return whether there is an entry of this name."""
-        return self._folder.size(key) is not None
+        """Return whether there is a whole entry of this name: Prefect runs a stage again whose entry was cut off."""
+        try:
+            return (content := self._folder.read(key)) is not None and from_json(content) is not None
+        except ValueError:
+            return False
+
+    def sync(self, key: str) -> None:
+        """Make an entry, which Prefect has written in place, survive a power failure."""
+        self._folder.sync(key)
 
     def drop_step(self, step: int) -> None:
         """Delete a step's entries, if there are any."""

@@ -125,6 +125,13 @@ class ColumnStore(ABC):
         """Close the step; a durable store keeps its chunks readable until the step is cleared."""
         self.clear(step)
 
+    def drop_leftovers(self, step: int) -> None:  # noqa: B027  not abstract: memory keeps nothing of killed writers
+        """Remove what killed writers have left of an archived step to which nothing is written any more.
+
+        Raises:
+            ChunkCorruptedError: A record is damaged; nothing was removed.
+        """
+
     @abstractmethod
     def steps(self) -> list[int]:
         """Return the steps that the store holds anything of, archived ones included, in order."""

@@ -270,6 +270,19 @@ class ChunkFiles:
         for has_data in (False, True):
             self._folder.remove_all([path for path in paths if path.endswith(DATA_SUFFIX) is has_data])
 
+    def drop_leftovers(self, step: int) -> None:
+        """Remove what killed writers have left in a step to which nothing is written any more.
+
+        These are parts of files, and bytes that no record names.
+
+        Raises:
+            ChunkCorruptedError: A record is damaged, so that it isn't known which files are needed.
+        """
+        records = {ChunkKey.parse(record.ref.key): record.checksum for record in self.records(step)}
+        named = {path for key, checksum in records.items() for path in (record_path(key), data_path(key, checksum))}
+        found = self._folder.sizes(step_folder(step), unfinished=True)
+        self._folder.remove_all([path for path in found if path not in {*named, batch_path(step)}])
+
     def steps(self) -> list[int]:
         """Return the steps that have a folder, in order."""
         return sorted(step for name in self._folder.subfolders() if (step := step_number(name)) is not None)

@@ -99,6 +99,9 @@ class FsspecColumnStore(ColumnStore):
     def archive(self, step: int) -> None:
         self._folder.remove(open_path(step))
 
+    def drop_leftovers(self, step: int) -> None:
+        self._files.drop_leftovers(step)
+
     def steps(self) -> list[int]:
         return sorted({*self._files.steps(), *self.open_steps()})
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Literal
 
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 def open_step(run: RunHandle, policy: PolicyHandle) -> None:
     """Open the policy's step. If it was started before, keep what its committed stages have put.
 
-    If a committed stage's columns are lost or damaged, the step's ledger entries are dropped with all of its columns.
+    If a committed stage's columns are lost or damaged, the step's ledger entries are dropped with all of its columns;
+    and so if the rollout's entry is lost and that of its rows isn't: others would be sampled for them.
     """
     store, ledger, step = open_store(run), RunDirectory.of(run).ledger, policy.step
     store.open(step)
@@ -37,6 +39,8 @@ def open_step(run: RunHandle, policy: PolicyHandle) -> None:
     if _CHUNKS["put"] not in committed:  # the stages after it extend its rows
         committed &= {_CHUNKS["rollout"]}
     try:
+        if _CHUNKS["put"] in committed and _CHUNKS["rollout"] not in committed:
+            raise StoreError("the ledger has lost the rollout that its rows are of")
         _keep_committed(store, step, committed)
     except StoreError as error:
         logger.warning("step %d is run again from its start: %s", step, error)
@@ -138,8 +142,9 @@ def drop_steps(directory: RunDirectory, config: RunConfig) -> None:
 def sweep_steps(run: RunHandle, first: int) -> None:
     """Clear the steps before `first`, the first one that may still be run.
 
-    Those that `store.keep_steps` and `store.keep_bytes` name stay readable. One without entries in the ledger was swept
-    before, so that the sweep of a run that keeps all steps touches the new ones only.
+    Those that `store.keep_steps` and `store.keep_bytes` name stay readable; what killed writers have left in them is
+    removed. One without entries in the ledger was swept before, so that the sweep of a run that keeps all steps touches
+    the new ones only.
     """
     directory, store, config = RunDirectory.of(run), open_store(run), run.config.store
     if run.config.environments:
@@ -154,6 +159,8 @@ def sweep_steps(run: RunHandle, first: int) -> None:
             store.clear(step)
         elif step in entered:
             store.archive(step)  # first: a kill in between must not leave it open
+            with suppress(ChunkCorruptedError):  # it stays readable as far as it is
+                store.drop_leftovers(step)
             if step + 1 < first or run.config.runtime.max_staleness < 2:  # else step `first` may continue its rollout
                 directory.ledger.drop_step(step)
 

@@ -75,6 +75,9 @@ class TieredColumnStore(ColumnStore):
         self.front.clear(step)
         self.durable.archive(step)
 
+    def drop_leftovers(self, step: int) -> None:
+        self.durable.drop_leftovers(step)
+
     def steps(self) -> list[int]:
         return sorted({*self.front.steps(), *self.durable.steps()})
 

@@ -124,8 +124,8 @@ def find_workers(run: RunHandle, role: Role) -> dict[int, Any]:
 async def get_group(run: RunHandle, role: Role, numbers: range | None = None) -> WorkerGroup:
     """Find or create the ranks of the run's policy, reference or a teacher, and have them join one process group.
 
-    If a rank of an earlier group is missing, the others can't continue without it: they are killed, and all ranks are
-    created again. The policy then holds the newest checkpoint's version.
+    If a rank of an earlier group is missing, or hasn't begun a checkpoint that others have, these can't continue
+    without it: all ranks are killed and created again. The policy then holds the newest checkpoint's version.
 
     Args:
         run: The run.

@@ -66,6 +66,7 @@ class PolicyCheckpoints:
 
     Attributes:
         store: The run's checkpoints.
+        num_begun: How many this rank has begun to save.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class PolicyCheckpoints:
     ) -> None:
         self.store = store
         self._config, self._rank, self._mesh, self._process_group = config, rank, mesh, process_group
+        self.num_begun = 0
         self._pending: PendingCheckpoint | None = None
         self._complete_version: int | None = None  # of the newest complete checkpoint that this rank knows of
 
@@ -126,6 +128,7 @@ class PolicyCheckpoints:
         self.finish_saving()
         if version == self._complete_version:
             return
+        self.num_begun += 1
         self._pending = self.store.save(
             version,
             tensors,
@@ -151,15 +154,19 @@ class PolicyCheckpoints:
     def retain(self, evals: Sequence[EvalReport]) -> int | None:
         """Remove the checkpoints that the config doesn't keep, and return the newest complete version; for rank 0 only.
 
+        A newer one that this rank has neither loaded nor saved doesn't count: it is damaged, or another group's.
+
         Args:
             evals: The reports of all versions evaluated so far: the best version's checkpoint may be kept.
         """
-        complete = self.store.complete_versions()
-        if not complete:
+        pending = self._pending
+        newest = pending.version if pending is not None and pending.is_complete else self._complete_version
+        if newest is None:
             return None
+        complete = [version for version in self.store.complete_versions() if version <= newest]
         config = self._config.checkpoint
-        self.store.retain(config.keep_last, best_version(evals, complete) if config.keep_best else None)
-        return complete[-1]
+        self.store.retain(newest, config.keep_last, best_version(evals, complete) if config.keep_best else None)
+        return newest
 
 
 class PolicyWorker(ScoringWorker):
@@ -194,6 +201,13 @@ class PolicyWorker(ScoringWorker):
         self._weight_sync = WeightSyncEndpoint(self._run.run_id, device, self._config)
         self._incarnation = self._group_id
         return self.handle()
+
+    def incarnation(self) -> str:
+        """Return the id of its process group, with the number of checkpoints that it has begun to save.
+
+        A driver that was killed may have told only some ranks to save one, for which they wait for the others.
+        """
+        return f"{self._incarnation}-{self._checkpoints.num_begun}" if self._incarnation else ""
 
     def handle(self) -> PolicyHandle:
         """Return the handle of the version it holds."""

@@ -33,6 +33,7 @@ LAST = STEPS - 1
 STOPPED = "stopped"
 TERMINATED, LOST = 1, 5
 COMPLETE = "complete"  # of another, the driver is killed when nothing is left to do but the report
+EXTENDED = "extended"  # of one that was complete and has got another step, the driver is killed after its line
 NOTICED = "noticed"  # of a third, its end is announced, and it has no other checkpoint
 SAVED, DAMAGED = 3, 4  # of the steps before that: the first after the last checkpoint; and one with a damaged column
 LIMITS = (  # none of which changes a bit of the result
@@ -244,6 +245,20 @@ def test_a_driver_killed_once_its_run_is_complete_leaves_no_worker(workplace: Wo
     driver.kill()
     assert "nothing to resume" in workplace.sluice("resume", COMPLETE)
     wait_until(lambda: not workplace.worker_names())
+
+
+@pytest.mark.extended
+def test_a_run_that_was_extended_and_killed_after_its_last_line_is_completed(workplace: Workplace) -> None:
+    run, steps = workplace.run(EXTENDED), 1
+    workplace.sluice("train", "tiny.toml", f"steps={steps}", "checkpoint.every_steps=100", "--run-id", EXTENDED)
+    driver = workplace.start("resume", EXTENDED, f"steps={steps + 1}")
+    driver.wait_standing(lambda: run.num_done > steps)
+    driver.kill()
+    workplace.sluice("resume", EXTENDED)
+    summary = run.summary()
+    assert summary is not None
+    assert summary.steps == steps + 1
+    assert run.weights(steps + 1) != run.weights(steps)
 
 
 @pytest.mark.extended

@@ -252,6 +252,32 @@ def test_what_one_rank_finds_damaged_no_rank_loads(runs: Runs) -> None:
     assert asyncio.run(save_and_start_again()) == 1
 
 
+def test_a_checkpoint_that_only_one_rank_was_told_to_save_ends_the_group(runs: Runs) -> None:
+    """As when the driver is killed meanwhile: that rank would wait, and take the next checkpoint for this one."""
+    run = runs.make("half-told", 2, STEPS)
+
+    async def save_half() -> int:
+        two = await get_group(run, "policy")
+        for step in range(2):
+            await train_step(run, two, step)
+            if not step:
+                await two.call("save", 1)
+                await two.call("finish_saving")
+        before = pids(two)
+        assert pids(await get_group(run, "policy")) == before
+        await call(two.ranks[0], "save", 2)
+        two = await get_group(run, "policy")
+        assert not {*pids(two)} & {*before}
+        assert (await two.call("handle"))[0].version == 1
+        open_store(run).clear(1)
+        await train_step(run, two, 1)
+        await two.call("save", 2)
+        await two.call("finish_saving")
+        return await call(two.ranks[0], "retain", [])
+
+    assert asyncio.run(save_half()) == 2
+
+
 def test_one_rank_resumes_from_a_checkpoint_of_two(runs: Runs, alone: Trained, pair: Trained) -> None:
     resumed = runs.make("pair", 1, STEPS)
     assert Alone(resumed).ranks[0].handle().version == SAVED

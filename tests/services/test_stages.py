@@ -5,6 +5,7 @@ only note that they ran, so that no worker is needed. Real kills are in tests/en
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -16,9 +17,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.recovery import resumed_step
 from flows.train import ledger_storage
+from infra.storage.ledger import update_key
 from infra.storage.runs import RunDirectory
 from schemas.step import PolicyHandle, RunHandle
-from tasks.stage import stage, update_cache_key
+from tasks.stage import stage
 from tests.support.configs import run_config
 from tests.support.workplace import Workplace
 
@@ -97,7 +99,7 @@ async def stages_run(*steps: tuple[RunHandle, PolicyHandle, int]) -> list[list[s
             ran[-1].append(name)
             return policy.replace(incarnation="result")
 
-        return stage(name, **({"key": update_cache_key} if name == "update" else {}))(body)
+        return stage(name, **({"key": update_key} if name == "update" else {}))(body)
 
     storage = await ledger_storage(RunDirectory.of(steps[0][0]))
     tasks = [note(name) for name in STAGES]
@@ -140,6 +142,26 @@ def test_a_damaged_entry_is_run_again(run: RunHandle) -> None:
         assert await stages_run(*steps) == [[damaged] for damaged in STAGES]
 
     asyncio.run(main())
+
+
+def test_an_entry_is_synced_before_the_next_stage_begins(run: RunHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power failure may keep those of later stages and lose the one that they rest on."""
+    synced: list[str] = []
+    ledger, fsync = Path(RunDirectory.of(run).ledger.place), os.fsync
+
+    def noted_fsync(file: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        if path.is_relative_to(ledger):
+            name = path.name.split("-")[0] if path.is_file() else str(path.relative_to(ledger.parent))
+            synced.append(name if path.is_dir() or path.stat().st_size else "too early")
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    names = [each for stage in STAGES for each in (stage, "ledger/step-000003", "ledger")]
+    for again in (False, True):  # an entry of a driver that was killed may not be synced yet
+        assert asyncio.run(stages_run((run, POLICY, len(STAGES)))) == [[] if again else list(STAGES)]
+        assert synced == names
+        synced.clear()
 
 
 @pytest.mark.parametrize(("num_finished", "version", "is_planned"), product(range(4), range(6), (False, True)))

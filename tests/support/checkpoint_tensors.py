@@ -63,6 +63,6 @@ def assert_checkpoints_are_kept(url: str, options: dict[str, Any] | None = None)
     with store.assets(2) as folder:
         assert (folder / "config.json").read_text() == "{}"
     store._folder.remove("step-000001/manifest.json")
-    store.retain(2)
+    store.retain(3, 2)
     assert again.complete_versions() == [2, 3]
     assert not again._folder.sizes("step-000001")

@@ -16,6 +16,7 @@ from infra.storage.runs import RunDirectory
 from schemas.config.load import load_config
 from schemas.config.runtime import ServicesConfig
 from schemas.errors import ServiceError
+from schemas.step import RunSummary, StepReport
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.tiny import make_tiny_model, tiny_row, write_rows
 from tests.support.workplace import Workplace
@@ -145,6 +146,30 @@ def test_a_step_that_the_store_can_not_hold(sluice: Command, tmp_path: Path) -> 
     assert_rejected(sluice("train", "tiny.toml", "store.capacity_bytes=2000"), *expected)
     directory = RunDirectory.create(load_config(Path("tiny.toml"), [f"runtime.runs_dir={tmp_path}"]), "begun")
     assert_rejected(sluice("resume", str(directory.path), "store.capacity_bytes=2000"), *expected)
+
+
+def test_a_run_that_was_extended_is_complete_only_with_a_summary_of_its_last_step(
+    sluice: Command, tmp_path: Path
+) -> None:
+    """It may be killed after its last line, in the evaluation or the checkpoint that follow."""
+    directory = RunDirectory.create(load_config(Path("tiny.toml"), [f"runtime.runs_dir={tmp_path}", "steps=2"]), "more")
+    figures = {"reward_first": 0.5, "reward_last": 0.5, "accuracy_before": None, "accuracy_after": None, "seconds": 1.0}
+    for number in range(2):
+        directory.metrics.append_step(
+            StepReport(step=number, policy_version=number + 1, metrics={}, seconds=1.0, seconds_by_phase={})
+        )
+        directory.write_summary(
+            RunSummary(
+                **{"run_id": "more", "steps": number + 1, "tokens_per_second": 1.0, "seconds_by_phase": {}, **figures},
+                store_bytes_at_end=0,
+                prefect_ui="",
+            )
+        )
+    code, out, _ = sluice("resume", str(directory.path))
+    assert (code, "run more is complete: 2 of 2 steps; nothing to resume" in out) == (0, True)
+    directory.write_summary(directory.summary().replace(steps=1))
+    expected = ("the columns of one step take", "more than store.capacity_bytes = 2000; set it to at least")
+    assert_rejected(sluice("resume", str(directory.path), "store.capacity_bytes=2000"), *expected)  # it is checked
 
 
 def test_an_unknown_run_names_the_known_ones(sluice: Command, folder: Path) -> None:

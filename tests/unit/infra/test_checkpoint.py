@@ -194,13 +194,13 @@ def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
         save(store, version)
     Path(store.path(3), "manifest.json").unlink()  # left by a kill
     Path(store.path(9)).mkdir()  # being written by another process
-    store.retain(2, best=2)
+    store.retain(6, 2, best=2)
     assert store.complete_versions() == [2, 5, 6]
     assert [Path(store.path(version)).exists() for version in (3, 9)] == [False, True]
-    store.retain(1)
+    store.retain(6, 1)
     assert store.complete_versions() == [6]
     with pytest.raises(ValueError, match="at least 1"):
-        store.retain(0)
+        store.retain(6, 0)
 
 
 def test_a_save_in_progress_is_left_alone(store: CheckpointStore) -> None:
@@ -209,12 +209,14 @@ def test_a_save_in_progress_is_left_alone(store: CheckpointStore) -> None:
     may_finish = threading.Event()
     saved = store.save(2, tensors_of(2), num_updates=2, report=None, write_assets=lambda _: may_finish.wait())
     try:
-        store.retain(1)
+        assert not saved.is_complete
+        store.retain(1, 1)
         assert newest_version(store) == 1
     finally:
         may_finish.set()
     saved.wait()
-    store.retain(1)
+    assert saved.is_complete
+    store.retain(2, 1)
     assert store.complete_versions() == [2]
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from infra.checkpoints.store import CheckpointStore
+from infra.workers.policy import PolicyCheckpoints
 from schemas.errors import CheckpointError
-from tests.support.checkpoint_tensors import SHARD, newest_version, save, save_assets
+from tests.support.checkpoint_tensors import SHARD, newest_version, save, save_assets, tensors_of
+from tests.support.configs import run_config
+from tests.support.tiny import make_tiny_model
 
 
 @pytest.fixture
@@ -40,6 +43,26 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_says_why(
     )
     with pytest.raises(CheckpointError, match=r"step-000002/"):
         store.verify(2)
+
+
+def test_a_damaged_newest_checkpoint_does_not_count_for_the_policy_that_loaded_the_one_before(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    make_tiny_model(tmp_path / "model")
+    config = run_config(tmp_path, checkpoint={"keep_last": 1, "keep_best": False})
+    for version in (1, 2, 3):
+        save(store, version)
+    Path(store.path(3), SHARD).write_bytes(b"damage")
+    policy = PolicyCheckpoints(config, store, 0, None, None)
+    assert policy.retain([]) is None  # it has loaded none yet
+    found = policy.find_newest()
+    assert found is not None
+    assert found[0] == policy.retain([]) == 2  # so that no step after it is swept
+    assert store.complete_versions() == [2, 3]
+    policy.save(3, tensors_of(3), num_updates=3, report=None)
+    policy.finish_saving()
+    assert policy.retain([]) == 3
+    assert store.complete_versions() == [newest_version(store)] == [3]
 
 
 def test_each_file_is_checked_by_one_of_several_processes(store: CheckpointStore) -> None:
@@ -98,6 +121,6 @@ def test_config_and_tokenizer_files_are_checked(store: CheckpointStore) -> None:
 def test_a_folder_without_checkpoints(store: CheckpointStore) -> None:
     assert store.newest() is None
     assert store.complete_versions() == []
-    store.retain(1)
+    store.retain(1, 1)
     with pytest.raises(CheckpointError, match="never finished"):
         store.read_manifest(1)

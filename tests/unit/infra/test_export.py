@@ -1,6 +1,7 @@
 """Checkpoints exported as Hugging Face folders, and evaluated: the newest, a given or the best one."""
 
 import json
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -110,6 +111,23 @@ def test_a_checkpoint_of_another_model_is_rejected_before_anything_starts(run: R
         check_checkpoint(run, run.config())
 
 
+@pytest.mark.parametrize("damage", ["lost", "cut off", "manifest"])
+def test_a_damaged_checkpoint_is_not_taken_for_one_of_another_model(run: RunDirectory, base: Path, damage: str) -> None:
+    for version in (1, 2):
+        save_version(run, version)
+    folder = Path(run.checkpoints, "step-000002")
+    file = folder / "manifest.json" if damage == "manifest" else next(folder.glob("rank-*"))
+    if damage == "lost":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    check_checkpoint(run, run.config())
+    shutil.rmtree(base)
+    make_tiny_model(base, intermediate_size=48)
+    with pytest.raises(ModelError, match=r"is not the model that run run trains: .*step-000001 doesn't match"):
+        check_checkpoint(run, run.config())
+
+
 def test_the_newest_checkpoint_is_exported_with_config_and_tokenizer(
     run: RunDirectory, base: Path, tmp_path: Path
 ) -> None:
@@ -128,6 +146,31 @@ def test_the_newest_checkpoint_is_exported_with_config_and_tokenizer(
     assert exported.generation_config.eos_token_id == trained.generation_config.eos_token_id
     assert {file.suffix for file in out.iterdir()} == {".json", ".safetensors", ".jinja"}
     assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
+
+
+def test_an_export_is_on_disk_before_it_appears(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline takes a folder that exists for a whole model, also after a power failure."""
+    save_version(run, 1)
+    out, synced = tmp_path / "models" / "new" / "out", dict[str, int]()
+    replace, fsync = os.replace, os.fsync
+
+    def noted_fsync(file: int) -> None:
+        synced[os.readlink(f"/proc/self/fd/{file}")] = os.fstat(file).st_size
+        fsync(file)
+
+    def checked_replace(source: Path, target: Path) -> None:
+        if Path(target) == out:
+            assert all(synced[str(file)] == file.stat().st_size for file in Path(source).rglob("*") if file.is_file())
+            assert all(str(path) in synced for path in (source, *Path(source).rglob("*")))
+            assert str(out.parent) not in synced
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", checked_replace)
+    export_run(run, out)
+    assert {str(out.parent), str(out.parent.parent)} <= synced.keys()
 
 
 def test_weights_have_the_base_models_dtype_and_names_with_tied_ones_once(

@@ -7,9 +7,11 @@ import pytest
 
 from infra.storage.ledger import stage_key, step_folder
 from infra.stores.chunk_files import open_path
+from infra.stores.chunk_index import MemoryStore
 from infra.stores.files import FsspecColumnStore
 from infra.stores.open import open_store
 from infra.stores.step_columns import close_other_steps, open_step, sweep_steps
+from infra.stores.tiered import TieredColumnStore
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.config.runtime import TimeoutsConfig
 from schemas.errors import CapacityError
@@ -96,6 +98,30 @@ def test_a_step_whose_columns_are_lost_is_run_again_from_its_start(
     assert not list(Path(run.directory, "ledger").glob("step-000004/*"))
 
 
+@pytest.mark.parametrize("content", [None, "", "\0" * 8, '{"metadata": {'], ids=["lost", "empty", "zeros", "cut off"])
+def test_a_step_that_has_lost_its_rollouts_entry_is_run_again_from_its_start(
+    run: RunHandle, content: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else its rollout alone would be run again, and its rewards joined with the rows of the earlier one."""
+    entry = Path(run.directory, "ledger", stage_key(run, POLICY, "rollout"))
+    entry.unlink()
+    if content is not None:
+        entry.write_text(content)
+    with caplog.at_level(logging.WARNING):
+        assert kept(run) == (set(), None)
+    assert "step 4 is run again from its start: the ledger has lost the rollout that its rows are of" in caplog.text
+    assert not list(Path(run.directory, "ledger").glob("step-000004/*"))
+
+
+@pytest.mark.parametrize("stage", ["put", "logprob", "advantage"])
+def test_a_stage_whose_entry_was_cut_off_is_not_committed(run: RunHandle, stage: str) -> None:
+    entry = Path(run.directory, "ledger", stage_key(run, POLICY, stage))
+    entry.write_text('{"metadata": {')
+    stages, _ = kept(run)
+    assert STAGES[stage] not in stages
+    assert len(stages) == {"put": 0, "logprob": 2, "advantage": 2}[stage]
+
+
 @pytest.mark.parametrize("damage", ["lost", "damaged"])
 @pytest.mark.parametrize("stage", ["rollout", "behavior", "advantage"])
 def test_a_step_with_a_bad_chunk_is_run_again_from_its_start(
@@ -163,6 +189,31 @@ def test_a_sweep_keeps_the_last_steps_or_all(run: RunHandle, keep_steps: int | s
     assert columns(run).steps() == ([4] if keep_steps == 1 else left)
     assert columns(run).usage().open_steps == ()  # it was closed, its ledger entries are gone
     assert not (Path(run.directory) / "ledger" / stage_key(run, POLICY, "put")).exists()
+
+
+@pytest.mark.parametrize("is_tiered", [False, True])
+def test_a_sweep_removes_what_killed_writers_have_left_in_a_step_that_stays(run: RunHandle, is_tiered: bool) -> None:
+    folder, store = Path(run.directory, "columns", step_folder(STEP)), columns(run)
+    whole = sorted(folder.iterdir())
+    (folder / ".5e2f.tmp").write_bytes(b"a part of a chunk")
+    (folder / "behavior-1-0.5e2f.arrow").write_bytes(b"of a chunk that was not committed")
+    if is_tiered:
+        TieredColumnStore(MemoryStore("demo", 2**20, store.incarnation), store).drop_leftovers(STEP)
+    else:
+        kept_store = run.config.store.replace(keep_steps="all")
+        sweep_steps(run.replace(config=run.config.replace(store=kept_store)), STEP + 1)
+    assert sorted(folder.iterdir()) == whole
+    batch = store.load_batch(STEP)
+    assert batch is not None
+    store.verify(batch)
+
+
+def test_a_sweep_leaves_a_step_whose_record_is_damaged_as_it_is(run: RunHandle) -> None:
+    folder = Path(run.directory, "columns", step_folder(STEP))
+    (folder / "behavior-0-0.json").write_text("{")
+    before = sorted(folder.iterdir())
+    sweep_steps(run.replace(config=run.config.replace(store=run.config.store.replace(keep_steps="all"))), STEP + 1)
+    assert sorted(folder.iterdir()) == before
 
 
 def test_the_files_of_kept_steps_are_not_looked_at_by_a_put(run: RunHandle, monkeypatch: pytest.MonkeyPatch) -> None:
