@@ -27,6 +27,7 @@ from schemas.errors import WorkerLostError
 from schemas.step import PolicyHandle, RunHandle
 
 MAX_RETRIES = 2
+SYNCED = ("rollout", "put")
 P = ParamSpec("P")
 R = TypeVar("R")
 StageKey = Callable[[RunHandle, PolicyHandle, str], str]  # of a stage's name
@@ -87,7 +88,9 @@ class OpaqueTask(MaterializingTask[P, R]):
 
 
 class StageTask(OpaqueTask[P, R]):
-    """A task that takes `run` and `policy` and commits its result to the ledger, where it is on disk once it returns.
+    """A task that takes `run` and `policy` and commits its result to the ledger.
+
+    Of `SYNCED`, it is on disk once the task returns: the columns that rest on it are. The others are computed again.
 
     Args:
         ledger_key: Returns the key of its entry for a run, a policy and its name.
@@ -104,7 +107,8 @@ class StageTask(OpaqueTask[P, R]):
 
     async def _synced(self, run: RunHandle, key: str, call: Awaitable[R]) -> R:
         result = await call
-        await asyncio.to_thread(RunDirectory.of(run).ledger.sync, key)  # Prefect itself doesn't
+        if self.name in SYNCED:
+            await asyncio.to_thread(RunDirectory.of(run).ledger.sync, key)  # which Prefect doesn't
         return result
 
     def _cache_key(self, _: TaskRunContext, parameters: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from flows.train import ledger_storage
 from infra.storage.ledger import update_key
 from infra.storage.runs import RunDirectory
 from schemas.step import PolicyHandle, RunHandle
-from tasks.stage import stage
+from tasks.stage import SYNCED, stage
 from tests.support.configs import run_config
 from tests.support.workplace import Workplace
 
@@ -157,7 +157,7 @@ def test_an_entry_is_synced_before_the_next_stage_begins(run: RunHandle, monkeyp
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
-    names = [each for stage in STAGES for each in (stage, "ledger/step-000003", "ledger")]
+    names = [each for stage in SYNCED for each in (stage, "ledger/step-000003", "ledger")]
     for again in (False, True):  # an entry of a driver that was killed may not be synced yet
         assert asyncio.run(stages_run((run, POLICY, len(STAGES)))) == [[] if again else list(STAGES)]
         assert synced == names

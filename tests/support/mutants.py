@@ -484,8 +484,8 @@ MUTANTS = (
         name="group-scored-in-order-of-arrival",
         area="environments",
         path="infra/rewards/group_rewards.py",
-        old="items = [item for _, item in sorted(self._items[group].items())]",
-        new="items = list(self._items[group].values())",
+        old="for number, item in sorted(items.items()):",
+        new="for number, item in items.items():",
         tests=("tests/unit/infra/test_group_rewards.py",),
     ),
     Mutant(
