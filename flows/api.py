@@ -139,13 +139,20 @@ def import_path(function: Callable[..., Any]) -> str:
     """Return the import path `module:name` by which other processes find a function.
 
     Raises:
-        ConfigError: They can't: it isn't at the top of a module, or of a script below the current folder.
+        ConfigError: They can't: it isn't at the top of a module, or of a script below the current folder, or its name
+            there is another function's.
     """
     name = getattr(function, "__qualname__", None)
     if name is None or not name.isidentifier():
         raise ConfigError(
             f"reward {function!r} is not a function defined by `def` at the top of a script or module, from which "
             "the reward processes could import it"
+        )
+    if getattr(sys.modules.get(function.__module__), name, None) is not function:
+        raise ConfigError(
+            f"reward {function!r} is not what {name} is in {function.__module__}, which the reward processes would "
+            "import, such as a decorated function under another name; give it a name of its own at the top of the "
+            "module, or decorate it there with @"
         )
     if (module := function.__module__) != "__main__":
         return f"{module}:{name}"

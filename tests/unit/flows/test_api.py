@@ -1,6 +1,7 @@
 """`train_run` and `run_pipeline`: which functions other processes find, and what is refused before anything starts."""
 
 import asyncio
+import importlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,42 @@ def test_a_function_of_a_module_is_found_by_its_name() -> None:
 def test_what_no_other_process_finds_is_refused(reward: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="not a function defined by `def` at the top of a script or module"):
         import_path(reward)
+
+
+SCORES = """
+from functools import wraps
+
+def clipped(score):
+    @wraps(score)
+    def clip(*args):
+        return min(score(*args), 1.0)
+    return clip
+
+def score(*_):
+    return 2.0
+
+strict = score
+
+def score(*_):
+    return 3.0
+
+clipped_score = clipped(score)
+
+@clipped
+def decorated(*_):
+    return 4.0
+"""
+
+
+def test_a_function_whose_name_is_another_ones_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scores_of_one_name.py").write_text(SCORES)
+    monkeypatch.syspath_prepend(tmp_path)
+    scores = importlib.import_module("scores_of_one_name")
+    for reward in (scores.strict, scores.clipped_score):
+        with pytest.raises(ConfigError, match="is not what score is in scores_of_one_name"):
+            import_path(reward)
+    assert import_path(scores.decorated) == "scores_of_one_name:decorated"
+    assert import_path(scores.score) == "scores_of_one_name:score"
 
 
 def test_in_a_running_event_loop_the_other_call_is_named() -> None:
