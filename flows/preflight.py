@@ -37,6 +37,7 @@ from infra.monitors import require_monitors
 from infra.ray.tracing import require_tracing
 from infra.rewards.open import check_reward
 from infra.storage.runs import RunDirectory, require_writable, resumed_config
+from infra.stores.open import check_name
 from infra.workers.inputs import check_files, open_rows, with_date
 from rl_core.model_folder import load_config
 from rl_core.rollout.chat import ChatTemplate
@@ -124,6 +125,7 @@ def check_run(config: RunConfig, directory: RunDirectory | None = None) -> None:
         UserError: A part of it is not usable, or is not what the run was given before.
     """
     if directory is not None:
+        check_name(directory)
         check_files(directory, config)
     check_capacity(config, check(config, directory))
     if directory is not None:
