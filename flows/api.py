@@ -15,6 +15,7 @@ from flows.lifecycle.session import prefect_session
 from flows.pipeline import PipelineResult, finished_result, pipeline
 from flows.pipeline_plan import check_pipeline, plan_pipeline
 from flows.preflight import check_start
+from flows.recovery import is_resumable
 from flows.summary import finished_summary
 from flows.train import train
 from infra.ray.module_path import append_working_directory
@@ -85,8 +86,10 @@ async def train_run_async(
                     lambda: train(checked, run_id=run_id), checked.services.prefect_patience_seconds
                 )
             except Exception as error:
-                argument = RunDirectory.at(checked, run_id).argument
-                error.add_note(f"to resume, call train_run with run_id={run_id!r}, or: sluice resume {argument}")
+                directory = RunDirectory.at(checked, run_id)
+                if is_resumable(directory, error):
+                    call = f"call train_run with run_id={run_id!r}"
+                    error.add_note(f"to resume, {call}, or: sluice resume {directory.argument}")
                 raise
 
 

@@ -11,9 +11,12 @@ import pytest
 
 from flows import run_pipeline, train_run
 from flows.api import import_path
+from flows.recovery import is_resumable
 from infra.rewards.open import check_reward
+from infra.storage.runs import RunDirectory
 from schemas.config.reward import FunctionReward
-from schemas.errors import ConfigError, RewardImportError
+from schemas.errors import ConfigError, RewardImportError, RunError, RunTakenOverError, WorkerLostError
+from tests.support.configs import run_config
 from tests.support.tiny import make_tiny_model
 
 
@@ -90,3 +93,13 @@ def test_a_reward_process_that_imports_an_unguarded_script_starts_no_run(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RewardImportError, match="while unguarded_script is imported; call it under"):
         check_reward(FunctionReward(path="unguarded_script:score"))
+
+
+def test_only_a_run_that_is_there_and_free_is_resumable(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    absent, stop = RunDirectory.at(config, "absent"), WorkerLostError("a worker died")
+    assert not is_resumable(absent, stop)
+    run = RunDirectory.create(config, "demo")
+    assert is_resumable(run, stop)
+    for error in (RunError("run demo is being driven by another process"), RunTakenOverError("taken over")):
+        assert not is_resumable(run, error)
