@@ -18,6 +18,7 @@ from flows.preflight import check_start
 from flows.recovery import is_resumable
 from flows.summary import finished_summary
 from flows.train import train
+from infra.ray.cluster import disconnect, require_own
 from infra.ray.module_path import append_working_directory
 from infra.storage.runs import RunDirectory, new_run_id
 from rl_core.user_code import imported_now
@@ -203,10 +204,12 @@ def _require_program(call: str) -> None:
 @contextmanager
 def _only_run(call: str, id_: str) -> Iterator[None]:
     _require_program(call)
+    require_own()
     _active.append(id_)
     try:
         yield
     finally:
+        disconnect()  # else Ray would end the process, such as a notebook's, after a `sluice down`
         _active.clear()
 
 
