@@ -15,8 +15,10 @@ from flows.lifecycle.session import prefect_session
 from flows.pipeline import PipelineResult, finished_result, pipeline
 from flows.pipeline_plan import check_pipeline, plan_pipeline
 from flows.preflight import check_start
+from flows.recovery import is_resumable
 from flows.summary import finished_summary
 from flows.train import train
+from infra.ray.cluster import disconnect, require_own
 from infra.ray.module_path import append_working_directory
 from infra.storage.runs import RunDirectory, new_run_id
 from rl_core.user_code import imported_now
@@ -85,8 +87,10 @@ async def train_run_async(
                     lambda: train(checked, run_id=run_id), checked.services.prefect_patience_seconds
                 )
             except Exception as error:
-                argument = RunDirectory.at(checked, run_id).argument
-                error.add_note(f"to resume, call train_run with run_id={run_id!r}, or: sluice resume {argument}")
+                directory = RunDirectory.at(checked, run_id)
+                if is_resumable(directory, error):
+                    call = f"call train_run with run_id={run_id!r}"
+                    error.add_note(f"to resume, {call}, or: sluice resume {directory.argument}")
                 raise
 
 
@@ -139,13 +143,20 @@ def import_path(function: Callable[..., Any]) -> str:
     """Return the import path `module:name` by which other processes find a function.
 
     Raises:
-        ConfigError: They can't: it isn't at the top of a module, or of a script below the current folder.
+        ConfigError: They can't: it isn't at the top of a module, or of a script below the current folder, or its name
+            there is another function's.
     """
     name = getattr(function, "__qualname__", None)
     if name is None or not name.isidentifier():
         raise ConfigError(
             f"reward {function!r} is not a function defined by `def` at the top of a script or module, from which "
             "the reward processes could import it"
+        )
+    if getattr(sys.modules.get(function.__module__), name, None) is not function:
+        raise ConfigError(
+            f"reward {function!r} is not what {name} is in {function.__module__}, which the reward processes would "
+            "import, such as a decorated function under another name; give it a name of its own at the top of the "
+            "module, or decorate it there with @"
         )
     if (module := function.__module__) != "__main__":
         return f"{module}:{name}"
@@ -193,10 +204,12 @@ def _require_program(call: str) -> None:
 @contextmanager
 def _only_run(call: str, id_: str) -> Iterator[None]:
     _require_program(call)
+    require_own()
     _active.append(id_)
     try:
         yield
     finally:
+        disconnect()  # else Ray would end the process, such as a notebook's, after a `sluice down`
         _active.clear()
 
 

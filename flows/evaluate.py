@@ -11,6 +11,7 @@ from flows.lifecycle.secrets import take_secrets
 from flows.preflight import check
 from infra.checkpoints.model import write_model_folder
 from infra.checkpoints.store import open_checkpoints
+from infra.datasets.files import data_files
 from infra.storage.identity import new_identity
 from infra.storage.runs import RunDirectory
 from infra.stores.chunk_index import MemoryStore
@@ -20,7 +21,7 @@ from rl_core.rollout.evaluation import split_prompts, summarize, summarize_held_
 from schemas.config.load import override_config
 from schemas.config.run import RunConfig
 from schemas.config.runtime import ApprovalConfig
-from schemas.errors import ConfigError, RunError
+from schemas.errors import ConfigError, DataError, RunError
 from schemas.step import EvalReport, RunHandle
 
 
@@ -72,7 +73,7 @@ def evaluate_model(config: RunConfig, model: str, data_path: str) -> EvalReport:
 
 def _sample_held_out(directory: RunDirectory, config: RunConfig, version: int) -> EvalReport:
     """Sample and score responses to the held-out prompts by the config's model."""
-    check(config)
+    check(config, trains=False)
     run, columns = _here(directory, config)
     worker = RolloutWorker(run, store=columns)
     worker.start()
@@ -97,15 +98,37 @@ def _score_held_out(directory: RunDirectory, config: RunConfig) -> EvalReport:
 
 
 def _of_held_out(config: RunConfig, data_path: str | None, num_prompts: int | None) -> RunConfig:
-    """Return the config with these prompts, and without what takes no part: it may be gone, or not to be written to."""
+    """Return the config with these prompts, and without what takes no part: it may be gone, or not to be written to.
+
+    Training prompts stay only if they decide which environment a held-out row has.
+
+    Raises:
+        DataError: They do, and are gone.
+    """
+    data = config.data.replace(eval_path=data_path or config.data.eval_path, reuse=None)
+    first, *others = config.environment_by_source
+    if all(other == first for other in others):
+        data = data.replace(train_path=data.eval_path, sources=(), curriculum=None)
+        config = config.replace(data=data, environment=first)
+    else:
+        _require_files([source.path for source in data.sources])
     return config.replace(
-        data=config.data.replace(eval_path=data_path or config.data.eval_path, reuse=None),
+        data=data,
         eval=config.eval.replace(num_prompts=num_prompts or config.eval.num_prompts),
         distillation=None,
         monitors=(),
         approval=ApprovalConfig(),
         runtime=config.runtime.replace(runs_dir=tempfile.gettempdir()),
     )
+
+
+def _require_files(paths: Sequence[str]) -> None:
+    for path in paths:
+        try:
+            data_files(path)
+        except DataError as error:
+            why = "an evaluation reads it, as data.sources have several environments: it tells which one a row has"
+            raise DataError(f"{error}; {why}") from None
 
 
 def _of_model(config: RunConfig, model: Path) -> RunConfig:

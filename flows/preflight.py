@@ -37,6 +37,7 @@ from infra.monitors import require_monitors
 from infra.ray.tracing import require_tracing
 from infra.rewards.open import check_reward
 from infra.storage.runs import RunDirectory, require_writable, resumed_config
+from infra.stores.open import check_name
 from infra.workers.inputs import check_files, open_rows, with_date
 from rl_core.model_folder import load_config
 from rl_core.rollout.chat import ChatTemplate
@@ -47,13 +48,16 @@ from schemas.errors import ChatTemplateError, CheckpointError, ConfigError, Mode
 logger = logging.getLogger(__name__)
 
 
-def check(config: RunConfig, directory: RunDirectory | None = None, *, runs_here: bool = True) -> PromptDataset:
+def check(
+    config: RunConfig, directory: RunDirectory | None = None, *, runs_here: bool = True, trains: bool = True
+) -> PromptDataset:
     """Load the tokenizer, the prompts and the reward function, and check every row and the URLs.
 
     Args:
         config: The run.
         directory: Its directory, if it exists: the rows of supervised fine-tuning that it keeps aren't encoded again.
         runs_here: Whether it is to run in this environment, whose vLLM is then checked too.
+        trains: Whether it trains; an evaluation's training prompts needn't fit.
 
     Returns:
         The training prompts.
@@ -67,7 +71,10 @@ def check(config: RunConfig, directory: RunDirectory | None = None, *, runs_here
 
         load_queries(config.approval.queries)
     tokenizer = load_tokenizer(config.model)
-    prompts = _check_sft(config, directory) if config.sft else _check_rollout(config, tokenizer, runs_here=runs_here)
+    if config.sft:
+        prompts: PromptDataset = _check_sft(config, directory)
+    else:
+        prompts = _check_rollout(config, tokenizer, runs_here=runs_here, trains=trains)
     if config.model.lora is not None:
         require_peft()
     require_monitors(config)
@@ -85,7 +92,9 @@ def _check_sft(config: RunConfig, directory: RunDirectory | None) -> SftDataset:
     return rows
 
 
-def _check_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, runs_here: bool) -> PromptDataset:
+def _check_rollout(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, runs_here: bool, trains: bool
+) -> PromptDataset:
     """Check what only a run with a rollout has, and return the training prompts."""
     check_stop_tokens(config)
     stop_token_ids(config.model, tokenizer)
@@ -98,7 +107,7 @@ def _check_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, run
     check_reward(config.reward)
     check_tools(config)
     prompts, held_out = load_run_prompts(config, tokenizer)
-    if len(prompts) < config.rollout.num_prompts:
+    if trains and len(prompts) < config.rollout.num_prompts:
         logger.warning(
             "data has %d training prompts, fewer than rollout.num_prompts = %d: a step repeats some of them, each as a "
             "group of its own; lower rollout.num_prompts, or give more data",
@@ -108,7 +117,7 @@ def _check_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, run
     _warn_of_missing_prompt(config, tokenizer, prompts[0])
     check_environments(config, tokenizer, prompts)
     check_family(config)
-    check_prompts(config, prompts, held_out, max_positions(config.model))
+    check_prompts(config, prompts if trains else None, held_out, max_positions(config.model))
     check_answers(config, prompts, held_out)
     check_reuse(config, tokenizer)
     check_teachers(config, tokenizer, prompts)
@@ -124,6 +133,7 @@ def check_run(config: RunConfig, directory: RunDirectory | None = None) -> None:
         UserError: A part of it is not usable, or is not what the run was given before.
     """
     if directory is not None:
+        check_name(directory)
         check_files(directory, config)
     check_capacity(config, check(config, directory))
     if directory is not None:

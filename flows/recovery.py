@@ -12,7 +12,7 @@ from infra.workers.generate import sync_workers
 from infra.workers.inputs import record_inputs, with_date
 from infra.workers.launch import get_group, kill_workers
 from schemas.config.run import RunConfig
-from schemas.errors import RunError, StoreError, WorkerLostError
+from schemas.errors import RunError, RunTakenOverError, StoreError, WorkerLostError
 from schemas.step import PolicyHandle, RunEvent, RunHandle
 from tasks.operations import drop_superseded
 from tasks.stage import is_committed
@@ -34,6 +34,22 @@ def find_or_create_run(config: RunConfig, run_id: str) -> RunDirectory:
     config = with_date(config)
     record_inputs(directory, config)  # first: without `config.json`, the directory is not a run yet
     return RunDirectory.create(config, run_id)
+
+
+def is_started(directory: RunDirectory) -> bool:
+    """Return whether there is a run, as far as its directory can be reached."""
+    try:
+        return directory.exists
+    except RunError:
+        return False
+
+
+def is_resumable(directory: RunDirectory, error: BaseException) -> bool:
+    """Return whether a run that an error has stopped can be resumed as it is.
+
+    It can't be if there is none yet, if another driver has it, or if the error says what must be done first.
+    """
+    return is_started(directory) and not isinstance(error, RunError | RunTakenOverError)
 
 
 def change_config(directory: RunDirectory, config: RunConfig) -> RunConfig:

@@ -16,6 +16,8 @@ from schemas.errors import ConfigError
 
 NO_LIMIT = 2**31 - 1  # tokens of a prompt; its length is measured here
 RESPONSE_TOKENS, TOKEN_BUDGET, NUM_PROMPTS = 1024, 8192, 16
+MIN_RESPONSE_TOKENS = 64  # less is no room for an answer: the longest prompts are dropped instead, if they are few
+MAX_DROPPED = 0.1  # fraction of the prompts
 REWARDS = {
     "numeric": "1 if the response's final number is the answer's, else 0",
     "exact": "1 if the response is the answer, else 0",
@@ -33,7 +35,7 @@ path = {model}
 
 [data]
 train_path = {data}
-max_prompt_tokens = {prompt_tokens:<10d} # of the longest prompt; a longer one is refused
+max_prompt_tokens = {prompt_tokens:<10d} # of the longest prompt; a longer one is {longer}
 # eval_path = "heldout.jsonl"  # held-out prompts; set eval.every_steps, too
 
 [reward]
@@ -79,7 +81,8 @@ def write_config(console: Console, model: str, data: str, reward: str | None, ou
     """
     config = ModelConfig(path=model)
     prompts = load_train_prompts(DataConfig(train_path=data, max_prompt_tokens=NO_LIMIT), load_tokenizer(config))
-    text = _fill(out, config, data, prompts, _reward_line(reward or _default_reward(prompts)))
+    limit = _prompt_limit(config, data, prompts)
+    text = _fill(out, config, data, prompts, limit, _reward_line(reward or _default_reward(prompts)))
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -87,17 +90,40 @@ def write_config(console: Console, model: str, data: str, reward: str | None, ou
         raise ConfigError(f"{out} exists; remove it, or give another file with --out") from None
     except OSError as error:
         raise ConfigError(f"{out} can't be written: {error.strerror}") from None
+    if dropped := sum(length > limit for length in _lengths(prompts)):
+        told = f"{dropped} of {len(prompts)} prompts have more than {limit} tokens, up to {prompts.max_prompt_tokens}"
+        console.print(f"{told}: they are dropped (data.overlong)", markup=False, highlight=False, soft_wrap=True)
     console.print(f"wrote {out}; next: sluice plan {out}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _fill(out: Path, config: ModelConfig, data: str, prompts: PromptDataset, reward: str) -> str:
-    prompt_tokens = prompts.max_prompt_tokens
+def _lengths(prompts: PromptDataset) -> list[int]:
+    return [len(prompts[number].prompt_ids) for number in range(len(prompts))]
+
+
+def _prompt_limit(config: ModelConfig, data: str, prompts: PromptDataset) -> int:
+    """Return `data.max_prompt_tokens`: of the longest prompt, or without the few that leave no room for a response.
+
+    Raises:
+        ConfigError: Many leave none.
+    """
+    positions, lengths = max_positions(config), _lengths(prompts)
+    if max(lengths) + MIN_RESPONSE_TOKENS <= positions:
+        return max(lengths)
+    kept = [length for length in lengths if length + min(RESPONSE_TOKENS, positions // 2) <= positions]
+    if len(kept) >= (1 - MAX_DROPPED) * len(lengths):
+        return max(kept)
+    if max(lengths) < positions:
+        return max(lengths)
+    raise ConfigError(
+        f"the longest prompt of {data} has {max(lengths)} tokens, and the model {config.path} has {positions} "
+        f"positions, which leaves none for a response; {len(lengths) - len(kept)} of {len(lengths)} prompts leave few: "
+        "shorten the prompts"
+    )
+
+
+def _fill(out: Path, config: ModelConfig, data: str, prompts: PromptDataset, prompt_tokens: int, reward: str) -> str:
     response_tokens = min(RESPONSE_TOKENS, max_positions(config) - prompt_tokens)
-    if response_tokens < 1:
-        raise ConfigError(
-            f"the longest prompt of {data} has {prompt_tokens} tokens, and the model {config.path} has "
-            f"{max_positions(config)} positions, which leaves none for a response; shorten the prompts"
-        )
+    drops = prompt_tokens < prompts.max_prompt_tokens
     name = re.sub(r"[^A-Za-z0-9._-]", "-", out.stem)
     return TEMPLATE.format(
         file=out,
@@ -105,8 +131,9 @@ def _fill(out: Path, config: ModelConfig, data: str, prompts: PromptDataset, rew
         model=_quoted(config.path),
         data=_quoted(data),
         prompt_tokens=prompt_tokens,
+        longer='dropped\noverlong = "drop"' if drops else "refused",
         reward=reward,
-        num_prompts=min(NUM_PROMPTS, len(prompts)),
+        num_prompts=min(NUM_PROMPTS, sum(length <= prompt_tokens for length in _lengths(prompts))),
         response_tokens=response_tokens,
         token_budget=max(TOKEN_BUDGET, prompt_tokens + response_tokens),
     )

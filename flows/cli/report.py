@@ -23,14 +23,14 @@ def write_page(console: Console, run: str, runs_dir: str, out: Path | None) -> N
     """Print a run's metrics and write its report.
 
     Raises:
-        RunError: There is no such run, or it has no finished step.
+        RunError: There is no such run, it has no finished step, or the page can't be written.
     """
     from flows.report.run import write_report  # here, since plotly is not needed for the other functions
 
     directory = RunDirectory.open(run, runs_dir)
-    page = write_report(directory, out)
-    console.print(render_table(directory))
-    console.print(f"wrote {page}", soft_wrap=True)
+    if directory.metrics.num_steps():
+        console.print(render_table(directory))  # first: a run that one may only read has no room for the page
+    console.print(f"wrote {write_report(directory, out)}", soft_wrap=True)
 
 
 def print_runs(console: Console, runs_dir: str, *, as_json: bool) -> None:

@@ -13,12 +13,13 @@ from flows.cli.terminal import outlived_terminal
 from flows.lifecycle.session import run_flow
 from flows.pipeline import pipeline
 from flows.pipeline_plan import CURRENT, PipelinePlan
+from flows.recovery import is_resumable, is_started
 from flows.train import train
 from infra.storage.driver_log import log_error
 from infra.storage.runs import RunDirectory, new_run_id
 from schemas.config.run import RunConfig
 from schemas.config.runtime import ServicesConfig
-from schemas.errors import GpuMemoryError, RunError, RunStoppedError, RunTakenOverError, UserError
+from schemas.errors import GpuMemoryError, RunStoppedError, RunTakenOverError, UserError
 
 TERMINATED = 128 + signal.SIGTERM
 Result = TypeVar("Result")
@@ -38,11 +39,11 @@ def run_training(console: Console, config: RunConfig, run_id: str | None = None)
     def explain(error: BaseException, was_terminated: bool) -> str | None:
         if isinstance(error, GpuMemoryError) and error.gpu_bytes:
             error.add_note(_what_fits(config, error.gpu_bytes))
-        if not _is_started(directory) or isinstance(error, RunTakenOverError):
+        if not is_started(directory) or isinstance(error, RunTakenOverError):
             return None
         if isinstance(error, Exception) and not was_terminated:
             log_error(directory, error)
-        return None if isinstance(error, RunError) else hint  # it says what must be done first: else it comes again
+        return hint if is_resumable(directory, error) else None
 
     summary = run_to_end(lambda: train(config, run_id=run_id), config.services, explain)
     console.print(render_summary(summary, directory.url))
@@ -101,14 +102,6 @@ def _what_fits(config: RunConfig, gpu_bytes: int) -> str:
     from flows.plan.resources import plan_for_gpu  # not at the top: only a run whose GPU is too small needs it
 
     return plan_for_gpu(config, gpu_bytes)
-
-
-def _is_started(directory: RunDirectory) -> bool:
-    """Return whether there is a run to resume, as far as its directory can be reached."""
-    try:
-        return directory.exists
-    except RunError:
-        return False
 
 
 class _Terminated(BaseException):

@@ -10,7 +10,7 @@ from flows.report.panels import run_panels
 from flows.report.record import WINDOW_STEPS, RunRecord
 from infra.storage import places
 from infra.storage.runs import RunDirectory
-from schemas.errors import RunError
+from schemas.errors import RunError, describe
 
 MAX_ZERO_VARIANCE = 0.5  # fraction of the groups, over the last steps
 MAX_TRUNCATED = 0.2  # fraction of the responses, over the last steps
@@ -25,7 +25,8 @@ def write_report(directory: RunDirectory, path: Path | None = None) -> str:
     """Write the report of a run with finished steps to `path`, or to its directory; return its path or URL.
 
     Raises:
-        RunError: The run has no finished step, or its config is not one of this version of Sluice.
+        RunError: The run has no finished step, its config is not one of this version of Sluice, or the page can't be
+            written there.
     """
     run = RunRecord.read(directory)
     if not run.steps:
@@ -33,7 +34,11 @@ def write_report(directory: RunDirectory, path: Path | None = None) -> str:
             f"run {directory.run_id} has no finished steps to report; resume with: sluice resume {directory.argument}"
         )
     place = str(path) if path else places.join(directory.url, "report.html")
-    return write_page(place, run.run_id, verdict(run), find_alarms(run), run_panels(run))
+    panels = run_panels(run)
+    try:
+        return write_page(place, run.run_id, verdict(run), find_alarms(run), panels)
+    except OSError as error:
+        raise RunError(f"{place} can't be written: {describe(error)}; give another place: --out FILE") from None
 
 
 def verdict(run: RunRecord) -> str:

@@ -106,13 +106,13 @@ class PromptDataset:
 
 
 def check_prompts(
-    config: RunConfig, prompts: PromptDataset, held_out: PromptDataset | None, num_positions: int
+    config: RunConfig, prompts: PromptDataset | None, held_out: PromptDataset | None, num_positions: int
 ) -> None:
     """Check that the longest prompt plus the longest response fit the model and, in training, a micro-batch.
 
     Args:
         config: The run's configuration.
-        prompts: The training prompts.
+        prompts: The training prompts; None: an evaluation has none.
         held_out: The evaluation prompts; evaluation packs no micro-batches.
         num_positions: The most tokens of a sequence that the model accepts.
 
@@ -123,6 +123,8 @@ def check_prompts(
         limit = "rollout" if config.eval.max_response_tokens is None else "eval"
         response = config.eval.max_response_tokens or config.rollout.max_response_tokens
         _check_positions(config, held_out.max_prompt_tokens, response, f"{limit}.max_response_tokens", num_positions)
+    if prompts is None:
+        return
     prompt, response = prompts.max_prompt_tokens, config.rollout.max_response_tokens
     name = "rollout.max_response_tokens"
     _check_positions(config, prompt, response, name, num_positions)

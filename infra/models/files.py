@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -24,6 +24,29 @@ class _Index(BaseModel):
     weight_map: dict[str, str]  # tensor name -> file
 
 
+def check_hub_weights(name: str) -> None:
+    """Check that the cache or the hub has a model's weights, which aren't downloaded.
+
+    Raises:
+        ModelError: The model has no safetensors files; or they are not in the cache, and the hub can't be reached.
+    """
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in (INDEX, SINGLE)):
+        return  # without a network, asking for the other one takes a while
+    lost: OSError | None = None
+    for file in (INDEX, SINGLE):
+        try:
+            hf_hub_download(name, file, dry_run=True)
+        except LocalEntryNotFoundError as error:
+            lost = error
+        except EntryNotFoundError:
+            continue
+        except OSError as error:
+            raise ModelError(f"model.path {name}: {file} can't be downloaded: {error}") from error
+        else:
+            return
+    raise _without_weights(name) if lost is None else _unreachable(name, lost)
+
+
 class ModelFiles(AbstractContextManager["ModelFiles"]):
     """Reads tensors of a model folder, or of a model on the hub, by slices. Nothing is unpickled.
 
@@ -35,7 +58,8 @@ class ModelFiles(AbstractContextManager["ModelFiles"]):
         names: The names of all tensors.
 
     Raises:
-        ModelError: The model has no safetensors files, or one is missing or unreadable.
+        ModelError: The model has no safetensors files, or one is missing or unreadable; or it is not in the cache, and
+            the hub can't be reached.
     """
 
     def __init__(self, path: str, *, shapes_only: bool = False) -> None:
@@ -43,6 +67,7 @@ class ModelFiles(AbstractContextManager["ModelFiles"]):
         self._open_file: Path | None = None
         self._reader: Any = None
         self._num_read = 0
+        self._lost: OSError | None = None  # why the hub can't be asked for a file that is not in the cache
         self._files = self._index()
         self.names = list(self._files)
 
@@ -98,7 +123,7 @@ class ModelFiles(AbstractContextManager["ModelFiles"]):
         """Return the file of each tensor."""
         if (index := self._find(INDEX)) is None:
             if (single := self._find(SINGLE)) is None:
-                raise self._without_safetensors()
+                raise self._missing() or _without_weights(self._path)
             return dict.fromkeys(self._names_in(single), single)
         try:
             names = _Index.model_validate_json(index.read_text()).weight_map
@@ -112,7 +137,7 @@ class ModelFiles(AbstractContextManager["ModelFiles"]):
             )
         files = {file: self._find(file) for file in sorted(set(names.values()))}
         if missing := [file for file, found in files.items() if found is None]:
-            raise ModelError(
+            raise self._missing() or ModelError(
                 f"model.path {self._path}: {index.name} names {missing[0]}, which is missing; copy it there"
             )
         found = {file: path for file, path in files.items() if path is not None}
@@ -130,26 +155,41 @@ class ModelFiles(AbstractContextManager["ModelFiles"]):
             reader.__exit__(None, None, None)
 
     def _find(self, name: str) -> Path | None:
-        """Return a file's local path; None if the model has no such file. Files on the hub are downloaded."""
+        """Return a file's local path; None if there is no such file, see `_lost`. Files on the hub are downloaded."""
         if Path(self._path).is_dir():
             path = Path(self._path, name)
             return path if path.exists() else None
         try:
             return Path(hf_hub_download(self._path, name))
+        except LocalEntryNotFoundError as error:  # a kind of the next one, but the hub may have the file
+            self._lost = error
+            return None
         except EntryNotFoundError:
             return None
         except OSError as error:
             raise ModelError(f"model.path {self._path}: {name} can't be downloaded: {error}") from error
 
-    def _without_safetensors(self) -> ModelError:
-        pickled = Path(self._path).is_dir() and [*Path(self._path).glob("*.bin"), *Path(self._path).glob("*.pt*")]
-        if not pickled:
-            return ModelError(
-                f"model.path {self._path}: the model can't be loaded: neither {SINGLE} nor {INDEX} is there; save the "
-                "model with `model.save_pretrained(folder)`"
-            )
+    def _missing(self) -> ModelError | None:
+        """Return the error of files that couldn't be asked for; None if the model doesn't have them."""
+        return None if self._lost is None else _unreachable(self._path, self._lost)
+
+
+def _unreachable(name: str, error: OSError) -> ModelError:
+    return ModelError(
+        f"model.path {name}: its weights are not all in the cache, and the hub can't be reached "
+        f"({describe(error.__cause__ or error)}); download them where there is a network: hf download {name}"
+    )
+
+
+def _without_weights(path: str) -> ModelError:
+    pickled = Path(path).is_dir() and [*Path(path).glob("*.bin"), *Path(path).glob("*.pt*")]
+    if not pickled:
         return ModelError(
-            f"model.path {self._path}: the model can't be loaded: its weights are only in {pickled[0].name}, a pickle, "
-            "which may run any code and is never read; convert a folder that you trust: `AutoModelForCausalLM"
-            f".from_pretrained({self._path!r}, use_safetensors=False).save_pretrained(folder)`"
+            f"model.path {path}: the model can't be loaded: neither {SINGLE} nor {INDEX} is there; save the "
+            "model with `model.save_pretrained(folder)`"
         )
+    return ModelError(
+        f"model.path {path}: the model can't be loaded: its weights are only in {pickled[0].name}, a pickle, "
+        "which may run any code and is never read; convert a folder that you trust: `AutoModelForCausalLM"
+        f".from_pretrained({path!r}, use_safetensors=False).save_pretrained(folder)`"
+    )

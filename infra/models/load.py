@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
@@ -21,6 +22,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from infra.models.files import check_hub_weights
 from infra.models.lora import add_adapter
 from infra.models.weights import load_weights
 from rl_core.model_folder import TOKENIZER_FILES, check_model_folder, load_config
@@ -123,7 +125,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def check_weight_files(config: ModelConfig) -> None:
-    """Check that a folder's weights cover the model, by the files' headers; a model on the hub isn't downloaded.
+    """Check that a folder's weights cover the model, by the files' headers; for a model on the hub, that they exist.
 
     Only of weights that are tied and stored twice, the values are read: they must be the same. Warns of weights that
     are no part of the model.
@@ -134,6 +136,8 @@ def check_weight_files(config: ModelConfig) -> None:
     if Path(config.path).is_dir():
         model = empty_model(config)
         warn_of_unused(model, config.path, load_weights(model, config.path, torch.device("meta")))
+    else:
+        check_hub_weights(config.path)
 
 
 def warn_of_unused(model: PreTrainedModel, path: str, unused: Sequence[str]) -> None:
@@ -283,6 +287,13 @@ def stop_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> t
         ModelError: The generation config can't be read, or a token isn't the model's.
     """
     generation = _generation_config(config.path)
+    if generation is None and not Path(config.path).is_dir() and _cached(config.path) is None:
+        logger.warning(
+            "model.path %s: generation_config.json is not in the cache, and the hub can't be reached: only the tokens "
+            "of config.json end responses; if the model has it, download it where there is a network: hf download %s",
+            config.path,
+            config.path,
+        )
     source = generation or load_config(config.path).get_text_config()
     configured = getattr(source, "eos_token_id", None)
     more = configured if isinstance(configured, list) else [] if configured is None else [configured]
@@ -319,15 +330,21 @@ def max_positions(config: ModelConfig) -> int:
 
 
 def _generation_config(path: str) -> GenerationConfig | None:
-    """Return the model's own generation config; None if it has none."""
+    """Return the model's own generation config; None if it has none, or the hub can't be asked for it."""
     try:
         return GenerationConfig.from_pretrained(path)
     except (OSError, ValueError, TypeError, AttributeError) as error:  # what transformers raises for bad contents
-        if not (file := Path(path, "generation_config.json")).exists():
+        file = Path(path, "generation_config.json")
+        if not (file.exists() or isinstance(_cached(path), str)):
             return None
         raise ModelError(
             f"{file} can't be read: {_one_line(error)}; correct it, or take it from the model's original folder"
         ) from error
+
+
+def _cached(name: str) -> object:
+    """Return what the cache knows of a hub model's generation config: its path, that it has none, or nothing: None."""
+    return None if Path(name).is_dir() else try_to_load_from_cache(name, "generation_config.json")
 
 
 def _remove_dropout(model: PreTrainedModel) -> None:

@@ -5,18 +5,21 @@ import os
 import signal
 import socket
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
-from infra.ray.actors import NAMESPACE
+from infra.ray.actors import NAMESPACE, require_ray
 from infra.ray.module_path import worker_setup_hook
 from infra.variables import chosen_variables
-from schemas.errors import ServiceError
+from schemas.errors import RayLostError, ServiceError
 
 CONNECT_TIMEOUT_SECONDS = 10
 
+_connected: list[str] = []  # the address of the cluster that `connect` has connected this process to
+
 
 def connect(address: str, *, py_modules: Sequence[str] = (), secrets: Collection[str] = ()) -> None:
-    """Connect this process to Ray, once. Workers find modules in its working directory, after all others.
+    """Connect this process to Ray, unless it is. Workers find modules in its working directory, after all others.
 
     Args:
         address: `host:port` of the Ray head, or `auto`: that of the cluster that this machine belongs to.
@@ -24,7 +27,8 @@ def connect(address: str, *, py_modules: Sequence[str] = (), secrets: Collection
         secrets: Variables that Ray, which writes a job's environment to its logs, does not get.
 
     Raises:
-        ServiceError: Nothing responds at `address`, it is one of Ray Client's, or Ray or Python differ there.
+        ServiceError: Nothing responds at `address`, it is one of Ray Client's, or Ray or Python differ there; or the
+            user's code has connected this process.
     """
     import ray
 
@@ -33,7 +37,7 @@ def connect(address: str, *, py_modules: Sequence[str] = (), secrets: Collection
             f"{address} is of Ray Client, which was removed in 0.3: the driver runs on a node of the cluster; submit "
             "it as a job: ray job submit --address http://HEAD:8265 -- sluice train CONFIG services.ray_address=auto"
         )
-    if ray.is_initialized():
+    if _is_connected(address):
         return
     if address != "auto":
         _check_reachable(address)
@@ -53,6 +57,49 @@ def connect(address: str, *, py_modules: Sequence[str] = (), secrets: Collection
         raise ServiceError(f"can't connect to {address}: {' '.join(str(error).split())}") from None
     finally:
         signal.signal(signal.SIGTERM, handler)
+    _connected[:] = [address]
+
+
+def disconnect() -> None:
+    """Leave the cluster that `connect` has connected this process to, if there is one.
+
+    A minute after a cluster is gone, Ray ends each process that is still connected to it.
+    """
+    import ray
+
+    if _connected:
+        ray.shutdown()
+        _connected.clear()
+
+
+def require_own() -> None:
+    """Check that no other code has connected this process to Ray: workers there would lack what a run's are given.
+
+    Raises:
+        ServiceError: Some has.
+    """
+    import ray
+
+    if ray.is_initialized() and not _connected:
+        raise ServiceError(
+            f"this process has connected itself to Ray at {ray.get_runtime_context().gcs_address}; call ray.shutdown() "
+            "first, and set services.ray_address to use that cluster"
+        )
+
+
+def _is_connected(address: str) -> bool:
+    """Return whether `connect` has connected this process to a cluster that still responds; leave any other one.
+
+    Raises:
+        ServiceError: See `require_own`.
+    """
+    require_own()
+    with suppress(RayLostError):  # also if it isn't connected at all
+        require_ray()
+        if _connected == [address]:
+            return True
+    disconnect()
+    return False
 
 
 def metrics_addresses() -> list[str]:

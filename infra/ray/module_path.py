@@ -9,6 +9,7 @@ file a module of Python or of a dependency.
 
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -37,9 +38,11 @@ def append_working_directory(folder: str | None = None) -> None:
 def worker_setup_hook() -> Callable[[], None]:
     """Return a setup hook for Ray's workers: they run in this process's working directory, which is last on their path.
 
+    Before it are the folders that the user has put on this process's path, from which a reward may be imported.
+
     Ray pickles the hook by value, so that it runs before a worker imports any module of Sluice.
     """
-    folder, installation = os.getcwd(), INSTALLATION
+    folder, installation, own = os.getcwd(), INSTALLATION, _own_folders()
 
     def set_module_path() -> None:
         import os
@@ -55,19 +58,31 @@ def worker_setup_hook() -> Callable[[], None]:
             return  # Sluice isn't installed on this node; the worker's task raises the same, with its traceback
         finally:
             sys.path.pop()
-        keep_last(folder)
+        keep_last(folder, own)
 
     return set_module_path
 
 
-def keep_last(folder: str) -> None:
-    """Move a folder to the end of `sys.path`, and keep it there.
+def _own_folders() -> list[str]:
+    """Return the folders on this process's path that are neither Python's nor Sluice's, nor the working directory."""
+    paths = sysconfig.get_paths()
+    python = tuple(os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts"))
+    folders = [os.path.abspath(entry) for entry in sys.path if entry and os.path.isdir(entry)]
+    others = [folder for folder in folders if folder not in (os.getcwd(), INSTALLATION)]
+    return [folder for folder in dict.fromkeys(others) if not os.path.join(folder, "").startswith(python)]
+
+
+def keep_last(folder: str, own: Sequence[str] = ()) -> None:
+    """Move a folder to the end of `sys.path`, after others of the user's, and keep it there.
 
     Ray puts the driver's working directory first on a worker's path when the worker starts its first task, which is
     after the setup hook. So every import first moves it back.
     """
     append_working_directory(folder)
-    if os.path.realpath(folder) != INSTALLATION:
+    is_checkout = os.path.realpath(folder) == INSTALLATION
+    end = len(sys.path) - (not is_checkout)
+    sys.path[end:end] = [entry for entry in own if entry not in sys.path]  # after Sluice's, which they must not shadow
+    if not is_checkout:
         sys.meta_path.insert(0, _FallbackFinder(folder))
 
 

@@ -12,7 +12,11 @@ from urllib.parse import urlsplit
 from schemas.errors import ServiceError
 
 TIMEOUT_SECONDS = 5
-FIX = "check services.prefect_api_url and PREFECT_API_URL, or unset both to start a local server"
+LOCAL = (
+    "for a local server, leave out services.prefect_api_url, unset PREFECT_API_URL and, if the profile has it: prefect "
+    "config unset PREFECT_API_URL"
+)
+FIX = f"check services.prefect_api_url and PREFECT_API_URL; {LOCAL}"
 
 
 def prefect_responds(api_url: str, key: str | None = None) -> bool:
@@ -65,7 +69,7 @@ def check_prefect_api(api_url: str, login: str | None = None, key: str | None = 
     if str(found).split(".")[:2] != own.split(".")[:2]:
         raise ServiceError(
             f"the Prefect server at {api_url} has version {found}, but version {own} is installed here; use the same "
-            "minor version on both sides"
+            f"minor version on both sides; {LOCAL}"
         )
 
 

@@ -37,7 +37,7 @@ from infra.stores.chunk_files import (
 from infra.stores.chunk_reads import ChunkRead, name_chunk_in_errors
 from rl_core.columns.codec import Compression, decode, encode, encoded_bytes
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef, StoreUsage
-from schemas.errors import StepNotOpenError, StoreError
+from schemas.errors import RunError, StepNotOpenError, StoreError
 
 _POLL_SECONDS = 0.2
 NO_LIMIT = 2**63 - 1  # bytes
@@ -56,7 +56,8 @@ class FsspecColumnStore(ColumnStore):
         read_only: Whether to leave all files as they are; the folder must then be a store already.
 
     Raises:
-        StoreError: The folder holds another run's columns, or none and `read_only` is set.
+        RunError: The folder holds another run's columns.
+        StoreError: It holds none, and `read_only` is set.
     """
 
     def __init__(
@@ -238,14 +239,27 @@ class FsspecColumnStore(ColumnStore):
             with suppress(FileExistsError):
                 self._folder.create(STORE_PATH, new.model_dump_json().encode())
             found = load_record(self._folder, STORE_PATH, StoreRecord) or new
-        if found.run_id != self.run_id:
-            raise StoreError(f"{self._folder} holds the columns of run {found.run_id}, expected {self.run_id}")
+        require_own(found, self.run_id, str(self._folder))
         return found
 
     def _key(self, ref: ChunkRef) -> ChunkKey:
         key = ChunkKey.parse(ref.key)
         self._check_run(key)
         return key
+
+
+def require_own(record: StoreRecord, run_id: str, place: str) -> None:
+    """Check that the columns in a place, which has this record, are the run's.
+
+    Raises:
+        RunError: They are another one's, or the run's directory has another name than when they were written.
+    """
+    if record.run_id != run_id:
+        raise RunError(
+            f"{place} holds the columns of run {record.run_id}, expected {run_id}: they are named by the run's id, "
+            f"which is its directory's name; name the directory {record.run_id} (a copy: in another folder of runs), "
+            f"or make a run from it: sluice fork {record.run_id} --at STEP --run-id {run_id}"
+        )
 
 
 class ReplayColumnStore(FsspecColumnStore):

@@ -6,7 +6,8 @@ from infra.storage import places
 from infra.storage.identity import identity_of
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
-from infra.stores.files import NO_LIMIT, FsspecColumnStore, ReplayColumnStore
+from infra.stores.chunk_files import STORE_PATH, StoreRecord, load_record
+from infra.stores.files import NO_LIMIT, FsspecColumnStore, ReplayColumnStore, require_own
 from infra.stores.shared.client import SharedColumnStore
 from infra.stores.tiered import TieredColumnStore
 from rl_core.registry import Registry, entry
@@ -65,6 +66,16 @@ def open_files(
         compression=None if config.compression == "none" else config.compression,
         read_only=read_only,
     )
+
+
+def check_name(directory: RunDirectory) -> None:
+    """Check that a run's directory has the name that its columns have.
+
+    Raises:
+        RunError: It was renamed, or copied under another name.
+    """
+    if (record := load_record(directory.folder, f"columns/{STORE_PATH}", StoreRecord)) is not None:
+        require_own(record, directory.run_id, directory.columns)
 
 
 def _open_replay(run: RunHandle) -> ReplayColumnStore:

@@ -42,7 +42,7 @@ class NodeReport(Frozen):
 
 
 def check_nodes(directory: RunDirectory, config: RunConfig) -> None:
-    """Check that the other nodes have the run's directory, model, data and working directory, and Sluice.
+    """Check that the other nodes have what a run's workers use: its directory and paths, and Sluice.
 
     If the run's directory is at a URL, this node's workers are checked, too: they have the environment that Ray was
     started in, with other credentials, perhaps.
@@ -52,7 +52,7 @@ def check_nodes(directory: RunDirectory, config: RunConfig) -> None:
     """
     own = ray.get_runtime_context().get_node_id() if directory.is_local else None
     nodes = {node: address for node, address in living_nodes().items() if node != own}
-    paths = [path for path in (os.getcwd(), *_inputs(config)) if os.path.exists(path)]
+    paths = [path for path in (os.getcwd(), *paths_of(config)) if os.path.exists(path)]
     task, began = ray.remote(num_cpus=0, max_retries=0)(report_node), time.time()
     refs = {
         node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
@@ -127,8 +127,13 @@ def find_problem(here: NodeReport, there: NodeReport, directory: RunDirectory, b
     return ""
 
 
-def _inputs(config: RunConfig) -> list[str]:
-    """Return the local paths that workers read."""
+def paths_of(config: RunConfig) -> list[str]:
+    """Return what workers read or run by its path: models, data, and interpreters that aren't found by their name."""
     held_out = [config.data.eval_path] if config.data.eval_path else []
+    teachers = config.distillation.teachers.values() if config.distillation else ()
     models = [config.model.path, *(model.path for model in reward_models(config.reward))]
-    return [*models, *(source.path for source in config.data.train_sources), *held_out]
+    models += [teacher.path for teacher in teachers if teacher.path is not None]
+    programs = [getattr(config.rollout, key, None) for key in ("python", "program")]
+    programs += [environment.python for environment in config.environments]
+    found = [program for program in programs if program is not None and "/" in program]
+    return [*models, *(source.path for source in config.data.train_sources), *held_out, *found]

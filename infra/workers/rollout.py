@@ -107,7 +107,8 @@ class RolloutWorker:
         self._scorer = scorer = open_reward_scorer(config.reward, model_opener(self._run, self._number))
         tokenizer = load_tokenizer(config.model)
         self._prompts, held_out = load_run_prompts(config, tokenizer)
-        check_prompts(config, self._prompts, held_out, max_positions(config.model))
+        trained = self._prompts if self._store is None else None
+        check_prompts(config, trained, held_out, max_positions(config.model))
         self._teacher_prompts = open_teacher_prompts(config, tokenizer)
         self._vocab_size = num_embeddings(config.model)
         self._stop_token_ids = stop_token_ids(config.model, tokenizer) + config.rollout.stop_token_ids

@@ -135,7 +135,7 @@ def test_a_second_client_has_the_same_incarnation(store: FsspecColumnStore, batc
 
 
 def test_another_runs_folder_is_rejected(store: FsspecColumnStore) -> None:
-    with pytest.raises(StoreError, match="holds the columns of run files, expected other"):
+    with pytest.raises(RunError, match=r"holds the columns of run files, expected other: .* name the directory files"):
         FsspecColumnStore("other", str(store._folder))
 
 

@@ -51,6 +51,14 @@ def test_a_second_run_of_a_process_continues_and_so_does_the_command(workplace: 
 
 
 @pytest.mark.extended
+def test_a_run_that_never_started_is_not_told_to_be_resumed(workplace: Workplace) -> None:
+    script = SCRIPT.replace('"steps": 1,', '"steps": 1, "services": {"ray_address": "127.0.0.1:1"},')
+    printed = workplace.python(_write(workplace, "no_ray.py", script.replace("scripted", "unstarted")), exit_code=1)
+    assert "no Ray head responds at '127.0.0.1:1'" in printed
+    assert "to resume" not in printed
+
+
+@pytest.mark.extended
 def test_a_script_without_a_main_guard_is_told_so_before_anything_starts(workplace: Workplace) -> None:
     script = SCRIPT.replace('if __name__ == "__main__":', "if True:").replace("scripted", "unguarded")
     printed = workplace.python(_write(workplace, "unguarded.py", script.replace("*MORE", "")), exit_code=1)

@@ -2,6 +2,8 @@
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
@@ -211,3 +213,57 @@ def test_the_newest_steps_of_a_run_stay_on_the_server(services: LocalServices) -
     with temporary_settings({PREFECT_API_URL: services.prefect_api_url}):
         attempt = UUID(train())
         asyncio.run(delete(attempt))
+
+
+CONNECT = """
+import sys
+from pathlib import Path
+
+import infra
+import ray
+from flows import train_run
+from infra.ray.cluster import connect
+from infra.services.local import LocalServices
+from schemas.errors import ServiceError
+
+services = LocalServices(Path(sys.argv[1]))
+try:
+    services.start(prefect=False, ray=True)
+    first = services.ray_address
+    ray.init(address=first, log_to_driver=False)
+    config = {"steps": 1, "model": {"path": "m"}, "data": {"train_path": "t"}, "reward": {"kind": "exact"}}
+    for start in (lambda: connect(first), lambda: train_run(config)):
+        try:
+            start()
+        except ServiceError as error:
+            print(error)
+    assert ray.is_initialized()
+    ray.shutdown()
+    connect(first)
+    job = ray.get_runtime_context().get_job_id()
+    connect(first)
+    assert ray.get_runtime_context().get_job_id() == job
+    services.stop()
+    services.start(prefect=False, ray=True)
+    assert services.ray_address != first
+    connect(services.ray_address)  # the first is gone
+    print("again", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote()))
+    other = LocalServices(Path(sys.argv[2]))
+    try:
+        other.start(prefect=False, ray=True)
+        connect(other.ray_address)  # the other is there
+        assert ray.get_runtime_context().gcs_address == other.ray_address
+    finally:
+        other.stop()
+finally:
+    services.stop()
+"""
+
+
+def test_a_process_is_connected_to_the_cluster_that_is_asked_for(tmp_path: Path) -> None:
+    """After its cluster is gone, to another one; but one that its own code has connected it to is left alone."""
+    command = [sys.executable, "-c", CONNECT, str(tmp_path / "one"), str(tmp_path / "other")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("this process has connected itself to Ray at 127.0.0.1:") == 2
+    assert "again 7" in done.stdout

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from infra.ray.module_path import append_working_directory
 
 sys.path.pop()  # as in an editable install, whose own finder is asked after `sys.path`
 append_working_directory()
+sys.path.insert(-1, sys.argv[2])  # as a user's script or notebook does
 
 
 def probe():
@@ -56,12 +58,12 @@ class Probe:
 
 if __name__ == "__main__":
     found = {"driver": probe()}
-    if len(sys.argv) > 2:
+    if len(sys.argv) > 3:
         import ray
         from infra.ray.actors import create_actor, kill_actors, start_actor
         from infra.ray.cluster import connect
 
-        connect(sys.argv[2])
+        connect(sys.argv[3])
         found["task"] = ray.get(ray.remote(num_cpus=0)(probe).remote())
         found["actor"] = ray.get(start_actor(Probe).probe.remote())
         found["detached actor"] = ray.get(create_actor("module-path-probe", Probe).probe.remote())
@@ -75,14 +77,18 @@ def folder(tmp_path: Path) -> Path:
     for name in HOSTILE:
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('the {name} next to the config was imported')\n")
     (tmp_path / "my_reward.py").write_text(REWARD)
-    (tmp_path / "my_words.py").write_text("WORDS = ['good']\n")
+    own = tmp_path.parent / f"{tmp_path.name}-own"  # which the driver adds to its path
+    shutil.copytree(tmp_path, own)
+    (own / "my_reward.py").unlink()
+    (own / "my_words.py").write_text("WORDS = ['good']\n")
     (tmp_path.parent / f"{tmp_path.name}-driver.py").write_text(DRIVER)
     return tmp_path
 
 
 def run_driver(folder: Path, *arguments: str) -> dict[str, dict[str, object]]:
     """Run `DRIVER` in the folder; at its start, the folder is not on its module path, as for the installed command."""
-    command = [sys.executable, "-P", str(folder.parent / f"{folder.name}-driver.py"), INSTALLATION, *arguments]
+    command = [sys.executable, "-P", str(folder.parent / f"{folder.name}-driver.py"), INSTALLATION]
+    command += [str(folder.parent / f"{folder.name}-own"), *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

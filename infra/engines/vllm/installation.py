@@ -4,6 +4,7 @@ Imports neither vLLM nor torch.
 """
 
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -12,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from infra.engines.program.process import CallFailedError, EngineInstallation, EngineProcess, variables_of
-from schemas.errors import ConfigError, EngineLostError
+from schemas.errors import ConfigError, EngineLostError, describe
 from schemas.placement import Device
 
 PROGRAM = Path(__file__).with_name("vllm_program.py")
@@ -106,17 +107,19 @@ def install_vllm(
         wheels: A folder of wheels to install from, without a network; None: pip's index.
 
     Raises:
-        ConfigError: The folder is not a virtual environment, the version is not one that Sluice works with, or pip
-            failed.
+        ConfigError: The folder is not a virtual environment with pip, or can't be made one, the version is not one that
+            Sluice works with, or pip failed.
     """
     newest = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
     wanted = f"=={check_version(version, '--version')}" if version else newest
     if folder.exists() and not (folder / "pyvenv.cfg").is_file():
         raise ConfigError(f"{folder} is there and is not a virtual environment; name a new folder")
+    python = folder / "bin" / "python"
     if not folder.exists():
         say(f"making {folder} with {sys.executable}")
-        venv.create(folder, symlinks=True, with_pip=True)
-    python = folder / "bin" / "python"
+        _make_environment(folder)
+    elif not _has_pip(python):
+        raise ConfigError(f"{folder} is there and has no pip: it was not made to its end; remove it, and try again")
     source = [] if wheels is None else ["--no-index", "--find-links", str(wheels)]
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", *source, PACKAGES[device] + wanted]
     if (code := subprocess.run(command, check=False).returncode) != 0:
@@ -128,3 +131,28 @@ def install_vllm(
     found = find_vllm(str(python))
     say(f"vLLM {found.version} for {found.device} is in {folder}; use it with")
     say(f'  rollout.kind = "vllm"\n  rollout.python = "{python}"')
+
+
+def _make_environment(folder: Path) -> None:
+    """Make a virtual environment with pip; if that fails, nothing of it stays, so that the next call makes it.
+
+    Raises:
+        ConfigError: Python lacks what it takes.
+    """
+    try:
+        venv.create(folder, symlinks=True, with_pip=True)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, subprocess.CalledProcessError | OSError | ValueError):
+            raise
+        raise ConfigError(
+            f"{folder} can't be made with {sys.executable}: {describe(error)}; on Debian and Ubuntu, install the "
+            "package python3-venv"
+        ) from None
+
+
+def _has_pip(python: Path) -> bool:
+    try:
+        return subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+    except OSError:  # its interpreter isn't there
+        return False

@@ -1,6 +1,8 @@
 """`sluice engine install`, with real pip and virtual environments; the package is a stand-in without any code."""
 
+import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -50,6 +52,34 @@ def test_other_versions_and_folders_are_refused_before_anything_is_made(tmp_path
     assert not (tmp_path / "venv").exists()
     with pytest.raises(ConfigError, match="wheels is there and is not a virtual environment; name a new folder"):
         install_vllm(print, wheels, "cpu", None, wheels)
+
+
+def test_an_environment_that_was_not_made_to_its_end_is_told(tmp_path: Path, wheels: Path) -> None:
+    venv.create(tmp_path / "venv", symlinks=True)  # as a SIGKILL leaves it
+    with pytest.raises(ConfigError, match=r"venv is there and has no pip: .*; remove it, and try again"):
+        install_vllm(print, tmp_path / "venv", "cpu", None, wheels)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (subprocess.CalledProcessError(1, ["python", "-m", "ensurepip"]), ConfigError),  # Debian without python3-venv
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_an_environment_that_can_not_be_made_leaves_nothing(
+    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, raised: type[BaseException]
+) -> None:
+    def fail(*_: object, **__: object) -> bytes:
+        assert (tmp_path / "venv" / "pyvenv.cfg").is_file()
+        raise error
+
+    monkeypatch.setattr(subprocess, "check_output", fail)
+    with pytest.raises(
+        raised, match="venv can't be made with .*; on Debian and Ubuntu" if raised is ConfigError else ""
+    ):
+        install_vllm(print, tmp_path / "venv", "cpu", None, wheels)
+    assert not (tmp_path / "venv").exists()
 
 
 @pytest.mark.parametrize(

@@ -70,3 +70,23 @@ def test_prompts_that_leave_no_room_for_a_response(sluice: Command, folder: Path
     write_rows(folder / "long.jsonl", [tiny_row(0, prompt="1" * 600)])
     command = ("init", "--model", "model", "--data", "long.jsonl", "-o", "long.toml")
     assert_rejected(sluice(*command), "the longest prompt", "leaves none for a response")
+
+
+def test_a_few_prompts_that_leave_no_room_for_a_response_are_dropped(sluice: Command, folder: Path) -> None:
+    """Two of 20 leave less than half of the 512 positions; the others have 8 tokens."""
+    prompts = ["1" * 470, "1" * 500, *["2 + 2?"] * 18]
+    write_rows(folder / "outliers.jsonl", [tiny_row(0, prompt=prompt) for prompt in prompts])
+    made = sluice("init", "--model", "model", "--data", "outliers.jsonl", "-o", "outliers.toml")
+    assert made.exit_code == 0, made.err
+    config = load_config(folder / "outliers.toml")
+    assert (config.data.overlong, config.data.max_prompt_tokens) == ("drop", 8)
+    assert config.rollout.max_response_tokens == 512 - 8
+    assert "2 of 20 prompts have more than 8 tokens, up to " in made.out
+    assert "dropped (data.overlong)" in made.out
+    planned = sluice("plan", "outliers.toml")
+    assert planned.exit_code == 0, planned.err
+    write_rows(folder / "many.jsonl", [tiny_row(0, prompt=prompt) for prompt in prompts[:4]])  # half: none is dropped
+    assert sluice("init", "--model", "model", "--data", "many.jsonl", "-o", "many.toml").exit_code == 0
+    config = load_config(folder / "many.toml")
+    assert config.data.overlong == "error"
+    assert config.data.max_prompt_tokens + config.rollout.max_response_tokens == 512

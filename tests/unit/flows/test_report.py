@@ -29,6 +29,18 @@ def test_what_can_not_be_reported(runs_dir: Path, sluice: Command) -> None:
     assert_rejected(sluice("report", "whole", "old"), "takes one run; to compare two: sluice diff whole old")
 
 
+def test_a_page_that_can_not_be_written_keeps_no_figures_back(runs_dir: Path, sluice: Command, tmp_path: Path) -> None:
+    blocked = runs_dir / "whole" / "report.html"
+    blocked.mkdir()  # as in a run that one may only read
+    try:
+        result = sluice("report", "whole")
+    finally:
+        blocked.rmdir()
+    assert_rejected(result, f"{blocked} can't be written: IsADirectoryError", "give another place: --out FILE")
+    assert "reward" in result.out
+    assert sluice("report", "whole", "--out", str(tmp_path / "page.html")).exit_code == 0
+
+
 def with_steps(runs_dir: Path, **changes: float) -> RunRecord:
     """The run, with other metrics in its last ten steps."""
     record = RunRecord.read(RunDirectory(runs_dir / "whole"))

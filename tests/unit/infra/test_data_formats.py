@@ -87,6 +87,30 @@ def test_shards_in_a_folder_and_by_a_pattern(tmp_path: Path) -> None:
         load(tmp_path / "validation-*.parquet")
 
 
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("deepmath-train.jsonl", "deepmath-test.jsonl"),
+        ("gsm8k_train.jsonl", "gsm8k_test.jsonl"),
+        ("a.train-00000-of-00001.jsonl", "a.validation-00000-of-00001.jsonl"),
+        ("2024_Train.jsonl", "2024_Dev.jsonl"),
+        ("math500.jsonl", "math500-test.jsonl"),
+    ],
+)
+def test_splits_of_a_data_set_in_one_folder_are_refused(tmp_path: Path, train: str, test: str) -> None:
+    make_tiny_data(tmp_path / train, 2)
+    assert answers(tmp_path) == ["1", "2"]
+    make_tiny_data(tmp_path / test, 1)
+    with pytest.raises(DataError, match=f"several splits, such as .*{test}"):
+        load(tmp_path)
+
+
+def test_shards_whose_names_have_numbers_and_hashes_are_of_one_split(tmp_path: Path) -> None:
+    make_tiny_data(tmp_path / "gsm8k_train-0-0f3ade.jsonl", 2)
+    make_tiny_data(tmp_path / "gsm8k_train-1-c0ffee.jsonl", 1)
+    assert answers(tmp_path) == ["1", "2", "1"]
+
+
 def test_a_folder_of_folders(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     make_tiny_data(tmp_path / "data" / "train.jsonl", 1)

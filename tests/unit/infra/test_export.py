@@ -29,8 +29,9 @@ from infra.models.lora import merged_weights
 from infra.storage.runs import RunDirectory
 from infra.stores.chunk_index import MemoryStore
 from infra.workers.rollout import RolloutWorker
+from schemas.config.data import DataConfig
 from schemas.config.model import LoraConfig, ModelConfig
-from schemas.errors import CheckpointError, ConfigError, ModelError, RunError
+from schemas.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
 from schemas.step import EvalReport, RunHandle
 from tests.support.configs import run_config
 from tests.support.policies import load_policy
@@ -292,3 +293,23 @@ def test_an_evaluation_uses_the_newest_checkpoint(
     assert fmean(worker.evaluate(0, rows).rewards) != report.reward  # of the starting weights
     load_state(worker.engine, merged_weights(trained), 3)
     assert fmean(worker.evaluate(3, rows).rewards) == pytest.approx(report.reward)  # of the published weights
+
+
+def test_an_evaluation_needs_no_training_prompts(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is gone, or the sources are; what limits a micro-batch of training is no limit of an evaluation."""
+    (tmp_path / "text_reward.py").write_text("def score(prompt, completion, answer, info):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run = make_run(tmp_path, ModelConfig(path=str(base)))
+    save_version(run, 1)
+    held_out = shutil.copy(run.config().data.eval_path, tmp_path / "test.jsonl")
+    Path(run.config().data.train_path).unlink()
+    report = evaluate_run(run, str(held_out), 2, ["packing.token_budget=2"])
+    assert (report.num_prompts, report.reward) == (2, 1.0)
+    sources = [{"path": "gone.jsonl"}, {"path": "gone-too.jsonl", "weight": 2}]
+    of_sources = {"train_path": None, "sources": sources, "curriculum": {"kind": "sources"}}
+    run.write_config(run.config().replace(data=DataConfig(**{**run.config().data.model_dump(), **of_sources})))
+    assert evaluate_run(run, str(held_out), 2).reward == 1.0
+    sources[0]["environment"] = {"kind": "class", "path": "games:Game"}
+    run.write_config(run.config().replace(data=run.config().data.replace(sources=DataConfig(sources=sources).sources)))
+    with pytest.raises(DataError, match=r"gone.jsonl: no such file; .* it tells which one a row has"):
+        evaluate_run(run, str(held_out), 2)

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -330,6 +331,51 @@ def test_an_index_names_files_of_its_own_folder(folder: Path, content: str, mess
     (folder / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ModelError, match=re.escape(message)):
         load_policy(config_of(folder))
+
+
+@pytest.fixture
+def snapshot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the files that a cache without network has of the model `tiny/model` of the hub: all of a folder's."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    place = tmp_path / "cache" / "models--tiny--model"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("0" * 40)
+    return Path(shutil.copytree(folder, place / "snapshots" / ("0" * 40)))
+
+
+@pytest.mark.parametrize("load", [load_model, check_weight_files])
+def test_weights_that_are_not_in_the_cache_are_told_to_be_downloaded(snapshot: Path, load: LoadOrCheck) -> None:
+    config = ModelConfig(path="tiny/model")
+    load(config)  # it has one file: that it has no index, nobody can say
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"not all in the cache, and the hub can't be reached .* hf download tiny"):
+        load(config)
+
+
+def test_a_shard_that_is_not_in_the_cache_is_told_to_be_downloaded(snapshot: Path) -> None:
+    index = {"weight_map": dict.fromkeys(load_file(snapshot / "model.safetensors"), "model-1.safetensors")}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="hf download tiny/model"):
+        load_model(ModelConfig(path="tiny/model"))
+
+
+def test_a_generation_config_that_can_not_be_asked_for_is_told(
+    snapshot: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ModelConfig(path="tiny/model")
+    tokenizer = load_tokenizer(config)
+    stop_token_ids(config, tokenizer)
+    assert not caplog.records
+    (snapshot / "generation_config.json").unlink()
+    stop_token_ids(config, tokenizer)
+    assert "generation_config.json is not in the cache" in caplog.text
+    caplog.clear()
+    absent = snapshot.parents[1] / ".no_exist" / snapshot.name / "generation_config.json"
+    absent.parent.mkdir(parents=True)
+    absent.touch()  # the hub has said so before
+    stop_token_ids(config, tokenizer)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("load", [load_model, check_weight_files])

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from infra.storage.runs import RunDirectory
-from infra.workers.nodes import MAX_CLOCK_SECONDS, find_problem, report_node
+from infra.workers.nodes import MAX_CLOCK_SECONDS, find_problem, paths_of, report_node
 from tests.support.configs import run_config
 
 
@@ -31,3 +31,21 @@ def test_a_node_that_lacks_something_is_named(tmp_path: Path) -> None:
     early = here.replace(time=here.time - 100, missing=())  # others needed long to answer
     assert find_problem(here, early, directory, early.time - 10) == ""
     assert os.getcwd() not in here.missing
+
+
+def test_models_data_and_interpreters_are_asked_for(tmp_path: Path) -> None:
+    config = run_config(
+        tmp_path,
+        model={"path": "policy"},
+        data={"train_path": "train.jsonl", "eval_path": "eval.jsonl"},
+        rollout={"kind": "program", "python": "venv/bin/python", "program": "engines/own.py"},
+        environment={"kind": "class", "path": "games:Game", "python": "/opt/games/bin/python"},
+        distillation={
+            "teachers": {"large": {"path": "teacher"}, "hinted": {"prompt": "{prompt}", "data_sources": ["a"]}}
+        },
+    )
+    found = {"policy", "teacher", "train.jsonl", "eval.jsonl"}
+    found |= {"venv/bin/python", "engines/own.py", "/opt/games/bin/python"}
+    assert set(paths_of(config)) == found
+    by_name = {"kind": "program", "python": "python3", "program": "engines/own.py"}  # on the PATH of each node
+    assert "python3" not in paths_of(run_config(tmp_path, rollout=by_name))

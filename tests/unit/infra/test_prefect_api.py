@@ -104,6 +104,16 @@ def test_a_service_of_another_kind_is_told(answer: bytes) -> None:
         assert not prefect_is_gone(url)
 
 
+def test_a_server_that_can_not_be_used_tells_how_to_have_a_local_one() -> None:
+    with pytest.raises(ServiceError, match=r"no Prefect API responds .*prefect config unset PREFECT_API_URL$"):
+        check_prefect_api(f"http://127.0.0.1:{free_port()}/api")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answer = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ntrue"  # healthy, and of no version that is known
+        Thread(target=answer_all, args=(server, answer), daemon=True).start()
+        with pytest.raises(ServiceError, match=r"same minor version .*prefect config unset PREFECT_API_URL$"):
+            check_prefect_api(f"http://127.0.0.1:{server.getsockname()[1]}/api")
+
+
 def answer_all(server: socket.socket, answer: bytes) -> None:
     with suppress(OSError):  # the test closes it
         while True:

@@ -1,17 +1,21 @@
 """Configs that are rejected before anything is started."""
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from flows.preflight import check_engine, check_stop_tokens, check_urls
+from flows.preflight import check_engine, check_start, check_stop_tokens, check_urls
 from infra.engines.sizes import cache_bytes_per_sequence, max_model_len
+from infra.storage.runs import RunDirectory
+from infra.stores.files import FsspecColumnStore
+from infra.stores.open import check_name
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
 from schemas.config.store import FsspecStore, SharedStore, TieredStore
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, RunError
 from tests.support.configs import run_config
 from tests.support.engine_checks import ENGINE_PYTHON, NEEDS_VLLM
 from tests.support.tiny import make_tiny_model
@@ -37,6 +41,18 @@ def test_a_place_without_a_known_file_system_is_rejected(folder: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             check_urls(config_of(folder, **{key: {"url": "nosuch://x"}}))
         check_urls(config_of(folder, **{key: {"url": ""}}))
+
+
+def test_a_renamed_run_is_refused_before_it_starts(folder: Path, tmp_path: Path) -> None:
+    config = config_of(folder)
+    run = RunDirectory.create(config.replace(runtime=config.runtime.replace(runs_dir=str(tmp_path))), "demo")
+    FsspecColumnStore("demo", run.columns)
+    elsewhere = RunDirectory(shutil.copytree(run.path, tmp_path / "other" / "demo"))
+    check_name(elsewhere)
+    copy = RunDirectory(shutil.copytree(run.path, tmp_path / "demo2"))
+    with pytest.raises(RunError, match=r"columns of run demo, expected demo2: .* name the directory demo \(a copy: in"):
+        check_start(run.config(), copy)
+    assert not list(copy.path.glob("identity.json"))
 
 
 def test_stop_tokens_that_the_model_lacks_are_rejected(folder: Path) -> None:
