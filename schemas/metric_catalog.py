@@ -128,10 +128,10 @@ METRICS: dict[str, MetricSpec] = _catalog(
     "Rollout",
     # Turns, if an environment answers them.
     ("turns", "rollout", "mean", "turn", "Turns of the model in a trajectory.", _PAGES, ".1f"),
-    ("turns/branches", "rollout", "mean", "branch", "Turns of a trajectory that go on from an earlier one.", ()),
+    ("turns/branches", "rollout", "mean", "branch", "Turns of a trajectory that go on from an earlier one.", _REPORT),
     ("turns/branch_tokens", "rollout", "mean", "token",
      "Tokens of a trajectory that begin its branches and are not trained on: messages, among them the model's own as "
-     "its client, or the chat template, has changed them.", ()),
+     "its client, or the chat template, has changed them.", _REPORT),
     ("turns/environment_tokens", "rollout", "mean", "token", "Tokens of a trajectory that are its environment's.", ()),
     ("turns/failed", "rollout", "sum", "row", "Trajectories whose environment failed, which are not trained on.",
      ("ui",)),

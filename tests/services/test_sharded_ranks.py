@@ -51,6 +51,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, token budget, 
     "two, offload": (2, 24, {"optim": {"offload": True}}),
     "one, muon": (1, 64, {"optim": MUON}),
     "two, muon": (2, 24, {"optim": MUON}),
+    "four, muon": (4, 24, {"optim": MUON}),
     "two replicas of two, muon": (4, 24, REPLICAS | {"optim": MUON}),
     "two, muon, offload": (2, 24, {"optim": MUON | {"offload": True}}),
     "three, muon, offload": (3, 24, {"optim": MUON | {"offload": True}}),
@@ -134,7 +135,7 @@ def test_fused_and_offloaded_optimizers_step_alike(folder: Path) -> None:
     assert distance(expected, _part(folder, "two, offload", "new/")) == 0
 
 
-@pytest.mark.parametrize("name", ["two, muon", "two replicas of two, muon", "two, experts, muon"])
+@pytest.mark.parametrize("name", ["two, muon", "four, muon", "two replicas of two, muon", "two, experts, muon"])
 def test_muon_steps_alike_for_every_number_of_ranks(folder: Path, name: str) -> None:
     alone = _part(folder, "one, experts, muon" if "experts" in name else "one, muon", "new/")
     assert distance(alone, _part(folder, name, "new/")) < 1e-6

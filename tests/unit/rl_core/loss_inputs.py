@@ -50,6 +50,8 @@ CORRECTIONS: dict[str, CorrectionConfig] = {
     "truncated": TruncatedCorrection(cap=1.1),
     "masked": MaskedCorrection(level="sequence", low=0.6, high=1.7),
     "rejected": RejectedCorrection(low=0.93, high=1.07, cap=1.3),
+    "rejected tokens": RejectedCorrection(level="token", low=0.7, high=1.4),
+    "rejected sequences": RejectedCorrection(level="sequence", low=0.6, high=1.7),
 }
 AGGREGATIONS = get_args(Aggregation)
 NO_KL, NO_CORRECTION = KlConfig(), NoCorrection()
