@@ -1,5 +1,6 @@
 """Trajectories of several turns: their tokens are the engine's, their columns and limits are as declared."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,17 @@ def test_a_trajectory_is_what_the_engine_sampled_and_the_environment_answered(fo
     assert sorted({len(row["turn_tokens"]) for row in rows.values()}) == [1, 2, 3]
     assert len({(row["group_id"], row["prompt_text"]) for row in rows.values()}) == len(GROUPS)
     assert shard.turns["turns"].value == np.mean([len(row["turn_tokens"]) for row in rows.values()])
+
+
+def test_a_teacher_reads_what_the_environment_answered_to_the_last_turn(folder: Path) -> None:
+    teacher = {"prompt": "{prompt} ({feedback})", "max_prompt_tokens": 64}
+    run = run_with(folder, distillation={"teachers": {"own": teacher}})
+    tokenizer = load_tokenizer(run.config.model)
+    for row in play(run)[1].values():
+        *_, (turn, _) = turns_of(row)
+        said, prompt = len(tokenizer.decode(turn[:-1])), re.escape(row["prompt_text"])
+        read = tokenizer.decode(row["teacher_prompt_ids"])
+        assert re.fullmatch(rf"<\|user\|>{prompt} \(\d+: {said}\)<\|assistant\|>", read), read
 
 
 @pytest.mark.parametrize("resume_rows", ["batch", "lockstep"])
