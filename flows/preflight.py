@@ -293,14 +293,17 @@ def check_engine(config: RunConfig, rollout: VllmRollout | ProgramRollout) -> No
     """
     found = find_engine(rollout)
     device, on_cpu = config.runtime.device, found.device == "cpu"
+    chosen = f"runtime.device = {device!r}"
+    if device == "auto" and config.services.ray_address is None and not torch.cuda.is_available():
+        device, chosen = "cpu", "this machine, on which the run is alone, has no GPU"
     if device not in ("auto", found.device) and rollout.kind == "program":
         raise ConfigError(
-            f"runtime.device = {device!r}, but {found.engine} of rollout.program {rollout.program!r} computes on "
+            f"{chosen}, but {found.engine} of rollout.program {rollout.program!r} computes on "
             f"{found.device}; set one of them to the other's"
         )
     if device not in ("auto", found.device):
         raise ConfigError(
-            f"runtime.device = {device!r}, but the installed vLLM is built for "
+            f"{chosen}, but the installed vLLM is built for "
             f"{'CPUs' if on_cpu else 'CUDA'}; install the other build: sluice "
             f"engine install vllm --{'cuda' if on_cpu else 'cpu'}"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -323,14 +324,20 @@ def test_scores_and_peaks_that_are_none_lose_the_engine(folder: Path) -> None:
     assert engine.is_lost
 
 
-def test_a_program_imports_what_is_next_to_it(tmp_path: Path) -> None:
-    (tmp_path / "calls.py").write_text("HELLO = {'protocol': 1, 'engine': 'near', 'version': '2', 'device': 'cpu'}")
-    (tmp_path / "frames.py").write_text(Path(frames.__file__).read_text())
-    (tmp_path / "near.py").write_text(
+def write_near(folder: Path, device: str) -> str:
+    """Write a program that says what a file next to it has; return its path."""
+    hello = {"protocol": 1, "engine": "near", "version": "2", "device": device}
+    (folder / "calls.py").write_text(f"HELLO = {hello}")
+    (folder / "frames.py").write_text(Path(frames.__file__).read_text())
+    (folder / "near.py").write_text(
         "import socket, sys\nimport calls, frames\nclass Near:\n    def hello(self, *_): return calls.HELLO, []\n"
         "frames.serve(socket.socket(fileno=int(sys.argv[1])), Near())\n"
     )
-    assert find_program(str(tmp_path / "near.py"), None).engine == "near"
+    return str(folder / "near.py")
+
+
+def test_a_program_imports_what_is_next_to_it(tmp_path: Path) -> None:
+    assert find_program(write_near(tmp_path, "cpu"), None).engine == "near"
 
 
 def test_a_missing_program_or_interpreter_and_another_device(folder: Path, tmp_path: Path) -> None:
@@ -344,3 +351,13 @@ def test_a_missing_program_or_interpreter_and_another_device(folder: Path, tmp_p
     config = run_config(model={"path": str(folder)}, rollout=rollout.model_dump(), runtime={"device": "cuda"})
     with pytest.raises(ConfigError, match=r"runtime.device = 'cuda', but plain of rollout.program .* computes on cpu"):
         check_engine(config, rollout)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_an_engine_for_gpus_is_refused_where_there_are_none(folder: Path, tmp_path: Path) -> None:
+    rollout = ProgramRollout(program=write_near(tmp_path, "cuda"))
+    config = run_config(model={"path": str(folder)}, rollout=rollout.model_dump())
+    with pytest.raises(ConfigError, match=r"has no GPU, but near of rollout.program .* computes on cuda"):
+        check_engine(config, rollout)
+    elsewhere = config.replace(services=config.services.replace(ray_address="head:6379"))
+    check_engine(elsewhere, rollout)  # which may have some
