@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +17,13 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from flows.preflight import check_engine
-from infra.engines.base import EngineModel, Sampling, generate_all
+from infra.engines.base import EngineModel, Sampling, WeightsBucket, generate_all
 from infra.engines.open import engine_versions, open_engine
 from infra.engines.program import frames
 from infra.engines.program.engine import ProgramEngine
 from infra.engines.program.process import EngineInstallation, StartedEngine
 from infra.engines.program.start import find_program, open_program
+from infra.models.flat_tensors import tensor_specs
 from infra.models.load import build_meta_model, load_model, load_tokenizer
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.config.rollout import ProgramRollout
@@ -131,6 +134,32 @@ def test_it_takes_new_weights(engine: ProgramEngine, tmp_path: Path) -> None:
         engine.score(np.array(PROMPTS[0]), 1.0), plain_logprobs(other, PROMPTS[0][:1], np.array(PROMPTS[0][1:]), 1.0),
         atol=1e-5,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("moment", ["load", "batch"])
+def test_a_kill_in_the_middle_loses_the_engine(folder: Path, moment: str) -> None:
+    config = run_config(model={"path": str(folder)}, rollout={"kind": "program", "program": str(PROGRAM)})
+    engine = open_engine(config, load_tokenizer(config.model))
+    state = load_file(folder / "model.safetensors")
+
+    def parts() -> Iterator[WeightsBucket]:
+        names = list(state)
+        yield WeightsBucket({name: state[name] for name in names[:5]})
+        os.kill(engine.processes[0], signal.SIGKILL)
+        yield WeightsBucket({name: state[name] for name in names[5:]})
+
+    def sample() -> None:
+        with closing(engine.open_rows(Sampling(20))) as rows:
+            rows.begin([request(PROMPTS[0], 1)])
+            rows.step()
+            os.kill(engine.processes[0], signal.SIGKILL)
+            while rows.num_unfinished:
+                rows.step()
+
+    with pytest.raises(EngineLostError, match=r"signal 9|SIGKILL|Killed"):
+        sample() if moment == "batch" else engine.load_weights(tensor_specs(state), parts(), version=1)
+    assert engine.is_lost
+    assert not engine.processes or not psutil.pid_exists(engine.processes[0])
 
 
 def test_its_last_words_are_in_the_error(folder: Path) -> None:
