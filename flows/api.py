@@ -139,6 +139,13 @@ async def run_pipeline_async(
                 raise
 
 
+def _is_reloaded(found: Any, function: Callable[..., Any]) -> bool:
+    """Return whether a function is an older object of the same code, as IPython's autoreload leaves it."""
+    codes = [getattr(each, "__code__", None) for each in (found, function)]
+    closures = [getattr(each, "__closure__", None) for each in (found, function)]
+    return codes[0] is not None and codes[0] is codes[1] and closures == [None, None]
+
+
 def import_path(function: Callable[..., Any]) -> str:
     """Return the import path `module:name` by which other processes find a function.
 
@@ -152,11 +159,12 @@ def import_path(function: Callable[..., Any]) -> str:
             f"reward {function!r} is not a function defined by `def` at the top of a script or module, from which "
             "the reward processes could import it"
         )
-    if getattr(sys.modules.get(function.__module__), name, None) is not function:
+    found = getattr(sys.modules.get(function.__module__), name, None)
+    if found is not function and not _is_reloaded(found, function):
         raise ConfigError(
             f"reward {function!r} is not what {name} is in {function.__module__}, which the reward processes would "
             "import, such as a decorated function under another name; give it a name of its own at the top of the "
-            "module, or decorate it there with @"
+            "module, or decorate it there with @; or import it again, if the module has been loaded again"
         )
     if (module := function.__module__) != "__main__":
         return f"{module}:{name}"

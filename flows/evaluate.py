@@ -53,7 +53,8 @@ def evaluate_run(
         return _score_held_out(directory, _of_held_out(config, data_path, num_prompts))
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         model = Path(folder, "model")
-        write_model_folder(store, version, model, torch.float32)  # the dtype that every engine can load
+        dtype = torch.float32  # that every engine can load
+        write_model_folder(store, version, model, dtype, is_durable=False)
         return _sample_held_out(directory, _of_model(_of_held_out(config, data_path, num_prompts), model), version)
 
 

@@ -141,7 +141,7 @@ def check_run(config: RunConfig, directory: RunDirectory | None = None) -> None:
     teachers = config.distillation.teachers.values() if config.distillation else ()
     models = [config.model, *(each.model for each in teachers if each.model is not None)]
     for model in {model.path: model for model in models}.values():
-        check_weight_files(model)
+        check_weight_files(model, is_here=config.services.ray_address is None)
 
 
 def check_start(config: RunConfig, directory: RunDirectory) -> RunConfig:

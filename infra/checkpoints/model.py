@@ -17,7 +17,7 @@ from infra.checkpoints.store import CheckpointStore
 from infra.models.assets import keep_dropout
 from infra.models.load import build_model, cast_model, load_model
 from infra.models.lora import add_adapter, merge_adapter
-from infra.storage.folder import sync_folder, sync_tree
+from infra.storage.folder import make_folder, sync_folder, sync_tree
 from rl_core.model_folder import load_config
 from schemas.config.model import ModelConfig
 
@@ -41,14 +41,17 @@ def load_checkpoint_model(store: CheckpointStore, version: int) -> PreTrainedMod
     return model
 
 
-def write_model_folder(store: CheckpointStore, version: int, out: Path, dtype: torch.dtype | None = None) -> None:
+def write_model_folder(
+    store: CheckpointStore, version: int, out: Path, dtype: torch.dtype | None = None, *, is_durable: bool = True
+) -> None:
     """Write a checkpoint as a Hugging Face folder: weights with adapters merged, config, tokenizer.
 
     Args:
         store: The run's checkpoints.
         version: The version to export.
-        out: A folder that is empty or doesn't exist; it appears only once complete, and on disk.
+        out: A folder that is empty or doesn't exist; it appears only once complete.
         dtype: The dtype of the weights; None for the one in the model's own config, or float32 if it has none.
+        is_durable: Whether it is also on disk, before it appears.
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged, or doesn't match the model that its config describes.
@@ -56,7 +59,7 @@ def write_model_folder(store: CheckpointStore, version: int, out: Path, dtype: t
     """
     model = load_checkpoint_model(store, version)
     out = out.resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(str(out.parent))
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         staged = Path(temporary, out.name)
         with store.assets(version) as assets:
@@ -64,10 +67,11 @@ def write_model_folder(store: CheckpointStore, version: int, out: Path, dtype: t
             cast_model(model, dtype or (own_dtype if isinstance(own_dtype, torch.dtype) else torch.float32))
             _save(model, staged)
             _copy_assets(assets, staged)
-        sync_tree(staged)
+        if is_durable:
+            sync_tree(staged)
         os.replace(staged, out)
-        for path in (out, out.parent):  # which may be new, too
-            sync_folder(str(path))
+        if is_durable:
+            sync_folder(str(out))
 
 
 def _save(model: PreTrainedModel, folder: Path) -> None:

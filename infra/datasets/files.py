@@ -32,7 +32,7 @@ _PANDAS = {  # what reads other kinds
     ".feather": "read_feather({path!r})",
     ".orc": "read_orc({path!r})",
 }
-_SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval", "heldout", "holdout"}
+_HELD_OUT = {"test", "val", "valid", "validation", "dev", "heldout", "holdout"}  # words in files' names
 _HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 
 
@@ -86,9 +86,12 @@ def _folder_shards(folder: Path) -> list[Path]:
     patterns = sorted({f"{folder}/{_prefix(file)}*{_ending(file)}" for file in files})
     if len(patterns) > 1:  # `train.parquet` and `test.parquet`, say, must not be mixed
         raise DataError(f"{folder} has files of several names; give one of them, or a pattern: {', '.join(patterns)}")
-    if len({_splits(file) for file in files}) > 1:  # `gsm8k-train.parquet` and `gsm8k-test.parquet`, say
-        names = ", ".join(file.name for file in {_splits(file): file for file in files}.values())
-        raise DataError(f"{folder} has files of several splits, such as {names}; give one of them, or a pattern")
+    names = {bool(_words(file) & _HELD_OUT): file.name for file in files}
+    if len(names) > 1:  # `gsm8k-train.parquet` and `gsm8k-test.parquet`, say
+        raise DataError(
+            f"{folder} has files of several splits, such as {names[False]} and {names[True]}; give one of them, or a "
+            "pattern"
+        )
     _require_all_shards(folder, files)
     return files
 
@@ -110,9 +113,9 @@ def _prefix(file: Path) -> str:
     return re.match(r"[^\W\d]*", file.name.removesuffix(_ending(file)))[0]  # type: ignore[index]  # it always matches
 
 
-def _splits(file: Path) -> frozenset[str]:
-    """Return the words for splits in a file's name: `test` of `gsm8k_test-0.jsonl`."""
-    return frozenset(re.findall(r"[^\W\d_]+", file.name.removesuffix(_ending(file)).lower())) & _SPLITS
+def _words(file: Path) -> set[str]:
+    """Return the words in a file's name: `gsm`, `k` and `test` of `gsm8k_test-0.jsonl`."""
+    return set(re.findall(r"[^\W\d_]+", file.name.removesuffix(_ending(file)).lower()))
 
 
 def _ending(file: Path) -> str:

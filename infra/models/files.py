@@ -1,5 +1,6 @@
 """The safetensors files of a model folder: which tensor is in which file, and slices of them."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,8 @@ from schemas.errors import ModelError, describe
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAPPED_BYTES = 2**22  # a file is mapped again after so many bytes: pages that were read count as this process's memory
 
+logger = logging.getLogger(__name__)
+
 
 class _Index(BaseModel):
     """The index of a model of several files, as transformers writes it."""
@@ -24,8 +27,12 @@ class _Index(BaseModel):
     weight_map: dict[str, str]  # tensor name -> file
 
 
-def check_hub_weights(name: str) -> None:
+def check_hub_weights(name: str, *, is_here: bool) -> None:
     """Check that the cache or the hub has a model's weights, which aren't downloaded.
+
+    Args:
+        name: The model's.
+        is_here: Whether this machine loads them: else, if the hub can't be reached, that is only warned of.
 
     Raises:
         ModelError: The model has no safetensors files; or they are not in the cache, and the hub can't be reached.
@@ -44,7 +51,11 @@ def check_hub_weights(name: str) -> None:
             raise ModelError(f"model.path {name}: {file} can't be downloaded: {error}") from error
         else:
             return
-    raise _without_weights(name) if lost is None else _unreachable(name, lost)
+    if lost is None:
+        raise _without_weights(name)
+    if is_here:
+        raise _unreachable(name, lost)
+    logger.warning("%s; the nodes that load them may have them", _unreachable(name, lost))
 
 
 class ModelFiles(AbstractContextManager["ModelFiles"]):

@@ -124,11 +124,15 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     return model
 
 
-def check_weight_files(config: ModelConfig) -> None:
+def check_weight_files(config: ModelConfig, *, is_here: bool = True) -> None:
     """Check that a folder's weights cover the model, by the files' headers; for a model on the hub, that they exist.
 
     Only of weights that are tied and stored twice, the values are read: they must be the same. Warns of weights that
     are no part of the model.
+
+    Args:
+        config: The model.
+        is_here: Whether this machine loads it: else weights that are not in its cache may be in that of one that does.
 
     Raises:
         ModelError: See `load_model`.
@@ -137,7 +141,7 @@ def check_weight_files(config: ModelConfig) -> None:
         model = empty_model(config)
         warn_of_unused(model, config.path, load_weights(model, config.path, torch.device("meta")))
     else:
-        check_hub_weights(config.path)
+        check_hub_weights(config.path, is_here=is_here)
 
 
 def warn_of_unused(model: PreTrainedModel, path: str, unused: Sequence[str]) -> None:

@@ -117,6 +117,8 @@ class _Monitor:
         """Ping until the event is set."""
         while not ended.wait(self._interval):
             for name in self._names:
+                if ended.is_set():  # in the middle of it: this process may have left Ray
+                    return
                 try:
                     self._check(name)
                 except (ray.exceptions.RayError, RayLostError) as error:  # its callers get the same error

@@ -259,15 +259,18 @@ class FrozenWorker(ScoringWorker):
     """One rank of a model that only scores."""
 
     _model: ModelConfig
-    _shares_prompts: bool | None = None
 
     def start(self, group: ProcessGroupHandle | None = None) -> None:
         """Load the model's weights, once; see `PolicyWorker.start` for the arguments and errors."""
         if self._incarnation:
             return
         with self._collective():
-            self._load(self._model, group, trains=False, shares_prompts=self._shares_prompts)
+            self._load(self._model, group, trains=False, shares_prompts=self._decide_sharing())
         self._incarnation = self._group_id
+
+    def _decide_sharing(self) -> bool | None:
+        """Return whether samples share prompts; None: as the config says."""
+        return None
 
 
 class ReferenceWorker(FrozenWorker):
@@ -304,8 +307,10 @@ class TeacherWorker(FrozenWorker):
         assert teacher.model is not None, "a teacher with workers has weights of its own"
         self._model = teacher.model
         prompt = run.config.data.max_prompt_tokens if teacher.prompt is None else teacher.max_prompt_tokens
-        longest = prompt + run.config.rollout.max_response_tokens
-        self._shares_prompts = shares_prompts(run.config, teacher.model, longest)
+        self._longest = prompt + run.config.rollout.max_response_tokens
+
+    def _decide_sharing(self) -> bool | None:
+        return shares_prompts(self._config, self._model, self._longest)
 
     def score(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
         """Put `teacher_logprobs` of this rank's rows."""

@@ -40,7 +40,7 @@ class RewardModel:
         self._config = config
         try:
             self._chat = ChatTemplate(load_reward_tokenizer(config), {} if date is None else {CLOCK: date})
-            left_out = self._chat.find_left_out([(role, True, 0, "") for role in ROLES], with_prompt=False)
+            left_out = self._chat.find_left_out([(role, True, 0, ()) for role in ROLES], with_prompt=False)
         except (ChatTemplateError, DataError) as error:
             raise _model_error(config, str(error)) from error
         if left_out is not None:

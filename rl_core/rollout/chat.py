@@ -17,8 +17,8 @@ from schemas.errors import BrokenChatTemplateError, ChatTemplateError, DataError
 Tokens = list[int] | np.ndarray[Any, Any]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the model's turns in a template
 REASONING = ("reasoning_content", "thinking")  # what chat templates call a turn's reasoning that is not in its content
-# Of a chat: of each message, its role, if it has a content, its tool calls, and under which name it has a reasoning.
-Shape = Sequence[tuple[str, bool, int, str]]
+# Of a chat: of each message, its role, if it has a content, its tool calls, and under which names it has a reasoning.
+Shape = Sequence[tuple[str, bool, int, tuple[str, ...]]]
 _DATE_PARTS = "sluice_date_parts"
 # A template's variables can't be functions since transformers 5.22; this one takes the place of transformers' own.
 _CLOCK_MACRO = f"""
@@ -245,14 +245,14 @@ def _num_common(ids: list[int], others: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False)))
 
 
-def shape_of(messages: Messages) -> tuple[tuple[str, bool, int, str], ...]:
+def shape_of(messages: Messages) -> tuple[tuple[str, bool, int, tuple[str, ...]], ...]:
     """Return a chat's shape, by which a template may leave out some of its messages."""
     return tuple(
         (
             message["role"],
             bool(message["content"].strip()),
             len(message.get("tool_calls", ())),
-            next((name for name in REASONING if name in message), ""),
+            tuple(name for name in REASONING if name in message),
         )
         for message in messages
     )
@@ -267,9 +267,9 @@ def _marked_chat(shape: Shape) -> tuple[Messages, dict[LeftOut, list[str]]]:
     for number, (role, has_content, num_calls, reasoning) in enumerate(shape):
         message = {"role": role, "content": f"sluice{number}mark" if has_content else ""}
         marks[LeftOut(number, "the content")] = [message["content"]]
-        if reasoning:
-            message[reasoning] = f"sluice{number}reasoningmark"
-            marks[LeftOut(number, reasoning)] = [message[reasoning]] if number == last_turn else []
+        for name in reasoning:
+            message[name] = f"sluice{number}{name}mark"
+            marks[LeftOut(number, name)] = [message[name]] if number == last_turn else []
         calls = []
         for call in range(num_calls):
             texts = [f"sluice{number}{part}{call}mark" for part in ("function", "key", "value")]

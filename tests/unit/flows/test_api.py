@@ -65,7 +65,11 @@ def test_a_function_whose_name_is_another_ones_is_refused(tmp_path: Path, monkey
         with pytest.raises(ConfigError, match="is not what score is in scores_of_one_name"):
             import_path(reward)
     assert import_path(scores.decorated) == "scores_of_one_name:decorated"
-    assert import_path(scores.score) == "scores_of_one_name:score"
+    before = scores.score
+    assert import_path(before) == "scores_of_one_name:score"
+    loaded = importlib.reload(scores)
+    before.__code__ = loaded.score.__code__  # as IPython's autoreload does
+    assert import_path(before) == "scores_of_one_name:score"
 
 
 def test_in_a_running_event_loop_the_other_call_is_named() -> None:

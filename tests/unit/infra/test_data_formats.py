@@ -101,8 +101,14 @@ def test_splits_of_a_data_set_in_one_folder_are_refused(tmp_path: Path, train: s
     make_tiny_data(tmp_path / train, 2)
     assert answers(tmp_path) == ["1", "2"]
     make_tiny_data(tmp_path / test, 1)
-    with pytest.raises(DataError, match=f"several splits, such as .*{test}"):
+    with pytest.raises(DataError, match=f"several splits, such as {train} and {test}"):
         load(tmp_path)
+
+
+def test_other_words_in_the_names_of_files_are_no_splits(tmp_path: Path) -> None:
+    for name in ("code_gen.jsonl", "code_eval.jsonl"):
+        make_tiny_data(tmp_path / name, 1)
+    assert answers(tmp_path) == ["1", "1"]
 
 
 def test_shards_whose_names_have_numbers_and_hashes_are_of_one_split(tmp_path: Path) -> None:

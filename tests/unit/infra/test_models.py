@@ -353,6 +353,12 @@ def test_weights_that_are_not_in_the_cache_are_told_to_be_downloaded(snapshot: P
         load(config)
 
 
+def test_a_driver_that_loads_no_weights_needs_none(snapshot: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (snapshot / "model.safetensors").unlink()
+    check_weight_files(ModelConfig(path="tiny/model"), is_here=False)
+    assert "hf download tiny/model; the nodes that load them may have them" in caplog.text
+
+
 def test_a_shard_that_is_not_in_the_cache_is_told_to_be_downloaded(snapshot: Path) -> None:
     index = {"weight_map": dict.fromkeys(load_file(snapshot / "model.safetensors"), "model-1.safetensors")}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
