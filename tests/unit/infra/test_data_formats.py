@@ -106,7 +106,7 @@ def test_splits_of_a_data_set_in_one_folder_are_refused(tmp_path: Path, train: s
 
 
 def test_other_words_in_the_names_of_files_are_no_splits(tmp_path: Path) -> None:
-    for name in ("code_gen.jsonl", "code_eval.jsonl"):
+    for name in ("code-gen.jsonl", "code-eval.jsonl"):
         make_tiny_data(tmp_path / name, 1)
     assert answers(tmp_path) == ["1", "1"]
 

@@ -149,8 +149,10 @@ def masked_weights(importance: Tensor, config: MaskedCorrection) -> Tensor:
 
 
 def rejected_weights(importance: Tensor, config: RejectedCorrection) -> Tensor:
-    mean = importance.prod() ** (1 / len(importance))
-    return torch.clip(importance, max=config.cap) * (config.low <= mean <= config.high)
+    product = importance.prod()
+    held = {"token": importance, "sequence": product, "geometric": product ** (1 / len(importance))}[config.level]
+    weights = torch.ones_like(importance) if config.cap is None else torch.clip(importance, max=config.cap)
+    return weights * ((config.low <= held) & (held <= config.high))
 
 
 # Of the importance weights of a row's trained tokens, by the levels that the corrections under test have.
