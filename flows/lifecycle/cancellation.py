@@ -217,7 +217,7 @@ async def _end_requested() -> State:
             await asyncio.sleep(POLL_SECONDS)
             try:
                 state = (await client.read_flow_run(UUID(flow_run.id))).state
-            except (httpx.HTTPError, PrefectException):  # the server is gone for a while; the run goes on without it
+            except (httpx.HTTPError, PrefectException, ValueError):  # it is gone, or what answers for it is no server
                 continue
             if state is not None and state.is_cancelling():
                 return Cancelled(message="cancelled in the Prefect UI; the run can be resumed")

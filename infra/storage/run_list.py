@@ -46,7 +46,8 @@ def list_runs(runs_dir: str) -> list[RunStatus]:
 def run_status(directory: RunDirectory) -> RunStatus:
     """Return how far a run has come."""
     try:
-        config, steps = directory.config(), directory.metrics.steps()
+        config, num_steps = directory.config(), directory.metrics.num_steps()
+        steps = directory.metrics.last_steps(num_steps - REWARD_STEPS)  # the others are not parsed
         evals, events = directory.metrics.evals(), directory.metrics.events()
         fork, state = load_fork(directory), run_state(directory, config)
     except (UserError, ValueError, OSError):  # ValueError: of pydantic or of JSON; OSError: it is another user's
@@ -54,10 +55,10 @@ def run_status(directory: RunDirectory) -> RunStatus:
     return RunStatus(
         run_id=directory.run_id,
         state=state,
-        step=len(steps),
+        step=num_steps,
         steps=config.steps,
-        reward=mean_of(steps[-REWARD_STEPS:], "reward"),
-        loss=mean_of(steps[-REWARD_STEPS:], "cross_entropy"),
+        reward=mean_of(steps, "reward"),
+        loss=mean_of(steps, "cross_entropy"),
         accuracy=evals[-1].accuracy if evals else None,
         started_at=events[0].time if events else None,
         updated_at=directory.metrics.modified(),

@@ -30,7 +30,7 @@ CONTAINER = {
     "readinessProbe": PROBE,
     "livenessProbe": PROBE,
     "resources": {"requests": {"*": QUANTITY}, "limits": {"*": QUANTITY}},
-    "volumeMounts": [{"name": NAME, "mountPath": str}],
+    "volumeMounts": [{"name": NAME, "mountPath": str, "subPath": str}],
 }
 VOLUME = {
     "name": NAME,

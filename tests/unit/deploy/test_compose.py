@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from infra.services.local import PREFECT_ENVIRONMENT
 from tests.support.deploy_commands import is_read, parse
 from tests.support.deploy_files import DEPLOY, ROOT, SECRETS, compose
 
@@ -92,6 +93,13 @@ def test_every_secret_is_required_and_in_the_example() -> None:
     text = "".join((DEPLOY / name).read_text() for name in ("compose.yaml", CUDA))
     assert set(re.findall(r"\$\{(\w+)", text)) == example.keys()
     assert not [line for line in text.splitlines() if re.search(r"(PASSWORD|TOKEN|SECRET\w*): (?!\$\{\w+:\?)", line)]
+
+
+def test_leases_of_slots_outlive_the_server() -> None:
+    server = SERVICES["prefect"]
+    name = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
+    assert server["environment"][name] == PREFECT_ENVIRONMENT[name]
+    assert server["volumes"] == [f"prefect:{server['environment']['PREFECT_HOME']}"]
 
 
 def test_environment_variables_are_read() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from infra.services.local import PREFECT_ENVIRONMENT
 from tests.support.deploy_commands import is_read, parse
 from tests.support.deploy_files import DEPLOY, compose, manifests, pinned, pod_templates
 from tests.unit.deploy.kubernetes import faults
@@ -111,9 +112,21 @@ def test_environment_variables_are_read() -> None:
     assert not {variable["name"] for variable in variables() if not is_read(variable["name"])}
 
 
+def test_leases_of_slots_outlive_the_server() -> None:
+    (server,) = OBJECTS["prefect.yaml Deployment prefect"]["spec"]["template"]["spec"]["containers"]
+    values = {variable["name"]: variable.get("value") for variable in server["env"]}
+    name = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
+    assert values[name] == PREFECT_ENVIRONMENT[name]
+    assert [mount["mountPath"] for mount in server["volumeMounts"]] == [values["PREFECT_HOME"]]
+
+
 def test_no_other_pod_may_connect_and_ray_asks_for_a_token() -> None:
     policy = OBJECTS["prefect.yaml NetworkPolicy sluice"]["spec"]
     assert policy["podSelector"]["matchLabels"] == PART_OF
+    admitted = [source["podSelector"]["matchLabels"] for rule in policy["ingress"] for source in rule["from"]]
+    jobs = [name.split()[-1] for name in OBJECTS if " RayJob " in name]  # of each, another pod submits its command
+    assert jobs
+    assert all({"batch.kubernetes.io/job-name": job} in admitted for job in jobs)
     assert all(pod["metadata"]["labels"].items() >= PART_OF.items() for pod in PODS)
     assert all(pod["spec"]["automountServiceAccountToken"] is False for pod in PODS)
     assert all(cluster["authOptions"] == {"mode": "token"} for cluster in RAY)

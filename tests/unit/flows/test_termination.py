@@ -4,14 +4,20 @@ import asyncio
 import math
 import os
 import signal
+import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import TerminationSignal
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling
 from prefect.utilities.engine import capture_sigterm
 
-from flows.lifecycle.cancellation import Notice, sigterm_only_told, terminable
+from flows.lifecycle.cancellation import Notice, cancellable, sigterm_only_told, terminable
 
 
 @pytest.fixture
@@ -33,6 +39,39 @@ async def work(cleaned: list[str]) -> None:
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+class ProxyOrServer(BaseHTTPRequestHandler):
+    """Answers as a proxy does whose server is gone, and then as a server of which a flow run is cancelled."""
+
+    num_answers = 0
+
+    def do_GET(self) -> None:
+        type(self).num_answers += "flow_runs" in self.path
+        run = FlowRun(id=uuid.UUID(int=1), flow_id=uuid.uuid4(), state=Cancelling())
+        body = b"<html>starting</html>" if self.num_answers < 3 else run.model_dump_json().encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_answer_that_is_no_servers_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", str(uuid.UUID(int=1)))
+    cleaned = list[str]()
+    with ThreadingHTTPServer(("127.0.0.1", 0), ProxyOrServer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{server.server_port}/api"}):
+                state = asyncio.run(cancellable(work(cleaned)))
+        finally:
+            server.shutdown()
+            thread.join()
+    assert isinstance(state, State)
+    assert (state.is_cancelled(), cleaned, ProxyOrServer.num_answers) == (True, ["work"], 3)
 
 
 def test_a_termination_that_the_event_loop_swallows_ends_the_work(received: list[int]) -> None:
