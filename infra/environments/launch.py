@@ -83,12 +83,13 @@ listener = socket.socket()
 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 listener.bind(("127.0.0.1", port))
 listener.listen(1024)
+# Ignored before the fork: the program may send them to its group before the relay has run.
+numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
 child = os.fork()
 if child == 0:
     if os.fork():
         os._exit(0)
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # which the program may send its group
-        signal.signal(number, signal.SIG_IGN)
     threading.stack_size(2**18)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
@@ -99,6 +100,8 @@ if child == 0:
         except (OSError, RuntimeError):  # too many open files, or threads
             time.sleep(0.1)
 os.waitpid(child, 0)
+for number, handler in handlers.items():
+    signal.signal(number, handler)
 try:
     os.execvp(command[0], command)
 except OSError as error:
