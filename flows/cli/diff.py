@@ -47,9 +47,10 @@ def print_diff(
     for step in found if all_steps else found[:1] + found[1:][-1:]:
         with_width(console).print(_table(step))
     verdict = _verdict(num_compared, found, accepted, num_rejected)
+    reasons: list[str] = []
     if num_with_columns < num_compared:
         verdict += f"; columns of {num_with_columns:,} of them, plans and metrics alone of the others"
-    reasons = [reason for run in (a, b) if (reason := RunColumns(run).missing) is not None]
+        reasons = [reason for run in (a, b) if (reason := RunColumns(run).missing) is not None]
     console.print(*reasons, verdict, sep="\n", soft_wrap=True, markup=False, highlight=False)
     if num_rejected and not all_steps:
         console.print("later steps were not compared: --all")

@@ -113,13 +113,14 @@ def check_scoring(config: RunConfig, model: ModelConfig, longest: int) -> None:
     Raises:
         ModelError: Scoring computes something else.
     """
-    found, kind = load_config(model.path), config.packing.kind
-    structure = _structure(_Family(found.to_json_string(use_diff=False), longest, found))
+    family, kind = _read_family(model, longest), config.packing.kind
+    structure = _structure(family)
     if structure is not None and (fault := getattr(structure, kind)) is not None:
         other = structure.padded is None and kind == "packed"
         advice = 'set packing.kind = "padded", which computes the same' if other else "use a model of another family"
         raise ModelError(
-            f"model.path {model.path}: a {found.model_type} model can't be scored in {kind} rows: {fault}; {advice}"
+            f"model.path {model.path}: a {family.config.model_type} model can't be scored in {kind} rows: {fault}; "
+            f"{advice}"
         )
 
 
@@ -174,9 +175,7 @@ def shares_prompts(config: RunConfig, model: ModelConfig, longest: int) -> bool:
         model: The teacher.
         longest: See `check_scoring`.
     """
-    found = load_config(model.path)
-    family = _Family(found.to_json_string(use_diff=False), longest, found)
-    return bool(config.packing.share_prompts) and _structural_fault(family) is None
+    return bool(config.packing.share_prompts) and _structural_fault(_read_family(model, longest)) is None
 
 
 def _may_branch(config: RunConfig) -> bool:
@@ -193,8 +192,12 @@ def _structural_fault(family: "_Family") -> str | None:
 
 
 def _family_of(config: RunConfig) -> "_Family":
-    model = load_config(config.model.path)
-    return _Family(model.to_json_string(use_diff=False), max_model_len(config), model)
+    return _read_family(config.model, max_model_len(config))
+
+
+def _read_family(model: ModelConfig, longest: int) -> "_Family":
+    found = load_config(model.path)
+    return _Family(found.to_json_string(use_diff=False), longest, found)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 
-import numpy as np
 import pyarrow as pa
 
 from infra.storage.runs import RunDirectory
@@ -13,10 +12,9 @@ from rl_core.columns.jagged import (
     BRANCH_COLUMNS,
     PREFIX_COLUMN,
     branches_of,
-    flat_values,
-    offsets,
     pairs_apart,
     row_lengths,
+    split_rows,
 )
 from rl_core.columns.prompts import number_prefixes, repeat_prompts, rows_of_prompts
 from rl_core.rollout.responses import describe_responses
@@ -171,7 +169,7 @@ def shard_of(number: int, columns: pa.RecordBatch, first_reused: int) -> Rollout
     branches = branches_of(*(columns[name] for name in BRANCH_COLUMNS)) if may_branch else None
     prefixes: Sequence[int] = ()
     if PREFIX_COLUMN in columns.schema.names:
-        prefixes = number_prefixes(_rows_of(columns["prompt_ids"]), columns[PREFIX_COLUMN].to_numpy()).tolist()
+        prefixes = number_prefixes(split_rows(columns["prompt_ids"]), columns[PREFIX_COLUMN].to_numpy()).tolist()
     return RolloutShard(
         shard=number,
         worker=0,
@@ -181,7 +179,7 @@ def shard_of(number: int, columns: pa.RecordBatch, first_reused: int) -> Rollout
         group_ids=tuple(ids),
         prompt_lengths=tuple(prompts.tolist()),
         **describe_responses(
-            _rows_of(columns["response_ids"]), _rows_of(columns["loss_mask"]), columns["finish_reason"].to_pylist()
+            split_rows(columns["response_ids"]), split_rows(columns["loss_mask"]), columns["finish_reason"].to_pylist()
         ),
         num_turns=tuple(row_lengths(columns[TURNS]).tolist()) if turns else (),
         turn_rewards=tuple(columns["turn_rewards"].flatten().to_pylist()) if turns else (),
@@ -195,7 +193,3 @@ def shard_of(number: int, columns: pa.RecordBatch, first_reused: int) -> Rollout
 def is_scalar(name: str) -> bool:
     """Return whether the scalars of rows are made of this column."""
     return name in _SCALARS or name == "reward" or name.startswith(REWARD_PART_PREFIX)
-
-
-def _rows_of(column: pa.LargeListArray) -> list[np.ndarray]:
-    return np.split(flat_values(column), offsets(column)[1:-1])

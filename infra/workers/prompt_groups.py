@@ -17,7 +17,7 @@ from infra.stores.base import ColumnStore
 from infra.workers.samples import Sample, first_failure, num_sampled
 from infra.workers.sampling import ResponseSampler, ResponseStart, ScoredResponse
 from rl_core.columns.codec import value_dtypes
-from rl_core.columns.jagged import flat_values, jagged, row_lengths, token_dtype
+from rl_core.columns.jagged import jagged, split_rows, token_dtype
 from rl_core.rollout.evaluation import number_answers
 from rl_core.rollout.seeding import derive_seed
 from rl_core.views import new_batch
@@ -165,8 +165,7 @@ def to_partial_columns(responses: Sequence[Generation], vocab_size: int) -> pa.R
 
 def from_partial_columns(columns: pa.RecordBatch) -> list[Generation]:
     """Return the N responses of which `columns` are the `PARTIAL_COLUMNS`."""
-    ends = np.cumsum(row_lengths(columns["response_ids"]))[:-1]
-    token_ids, logprobs, versions = (np.split(flat_values(columns[name]), ends) for name in PARTIAL_COLUMNS[:3])
+    token_ids, logprobs, versions = (split_rows(columns[name]) for name in PARTIAL_COLUMNS[:3])
     reasons = columns["finish_reason"].to_pylist()
     return [
         Generation(ids.astype(np.int32), scores, cast(FinishReason, reason), own)

@@ -27,7 +27,7 @@ from infra.stores.open import open_store
 from infra.workers.layout import teacher_workers
 from infra.workers.telemetry import WorkerTelemetry, profiled
 from rl_core.columns.codec import value_dtypes
-from rl_core.columns.jagged import flat_values, jagged, offsets, row_lengths, token_dtype
+from rl_core.columns.jagged import flat_values, jagged, row_lengths, split_rows, token_dtype
 from rl_core.columns.prompts import number_prefixes
 from rl_core.losses.kl import row_kl
 from rl_core.planning.plan import rank_rows
@@ -203,11 +203,11 @@ class ScoringWorker:
         if distillation.teachers[teacher].prompt is None or not len(rows):
             return TeacherRows(rows=encode_ints(rows), shares_prompts=self._module.shares_prompts)
         column = self._store.read(select(batch, rows), ["teacher_prompt_ids"])["teacher_prompt_ids"]
-        lengths, prompts = row_lengths(column), np.split(flat_values(column), offsets(column)[1:-1])
+        lengths = row_lengths(column)
         return TeacherRows(
             rows=encode_ints(rows),
             prompt_lengths=encode_ints(lengths),
-            prompts=encode_ints(number_prefixes(prompts, lengths)),
+            prompts=encode_ints(number_prefixes(split_rows(column), lengths)),
             shares_prompts=self._module.shares_prompts,
         )
 

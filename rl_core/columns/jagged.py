@@ -116,6 +116,15 @@ def row_lengths(column: pa.LargeListArray) -> npt.NDArray[np.int64]:
     return np.diff(offsets(column))
 
 
+def split_rows(column: pa.LargeListArray) -> list[Array]:
+    """Return the values of each row of a jagged column, N views of `flat_values(column)`.
+
+    Raises:
+        ColumnError: The column is not jagged, or has nulls.
+    """
+    return np.split(flat_values(column), offsets(column)[1:-1])
+
+
 def flat_values(column: pa.Array) -> Array:
     """Return the values of a jagged column, shape [V], or [V, C] of vectors, or of a row column, shape [N].
 
