@@ -3,7 +3,7 @@
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
-EXTRAS ?= bench,demo,docs,lora,math,mlflow,otel,s3,tensorboard,trackio,wandb,dev
+EXTRAS ?= bench,docs,lora,math,mlflow,otel,reasoning-gym,s3,tensorboard,trackio,wandb,dev
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm-cpu/installed
@@ -22,7 +22,7 @@ $(VENV)/base: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 on PATH; install one or set PYTHON=..."; exit 2; }
 	@echo "installing into $(VENV) (about two minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/$(INSTALL) --no-compile -e '.[demo]' || { echo "error: pip install failed"; exit 2; }
+	@$(BIN)/$(INSTALL) --no-compile -e . || { echo "error: pip install failed"; exit 2; }
 	@touch $@
 
 $(VENV)/installed: $(VENV)/base
@@ -81,7 +81,7 @@ chaos: venv  ## disturb real runs at random moments and resume them; KILLS=n set
 versions: venv  ## the tests with the oldest and the newest packages, into docs/installation.md; up to 20 GB in build/
 	$(BIN)/sluice bench versions --page docs/installation.md
 
-gpu: EXTRAS = demo,dev
+gpu: EXTRAS = dev
 gpu: venv .venv-vllm-cuda/installed  ## the checklist of a GPU machine, 25 minutes with installation: gpu.json and gpu.md
 	$(BIN)/sluice bench gpu --rollout-python .venv-vllm-cuda/bin/python
 

@@ -33,7 +33,7 @@ PACKAGES = ("prefect", "ray", "torch", "transformers")
 ENDS = ("oldest", "newest")
 FASTAPI = "fastapi<0.140"  # that of Prefect 3.8's time, whose server can't start with the newest
 TEST_PACKAGES = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
-EXTRAS = "demo,lora,tensorboard"
+EXTRAS = "lora,reasoning-gym,tensorboard"
 _UNIT, _SERVICES, _RUNS = "tests/unit", "tests/services", "tests/end_to_end"
 PARTS = {  # the tests that depend most on these packages; `vllm` with an engine in an environment of its own
     "scoring": tuple(

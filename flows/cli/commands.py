@@ -65,7 +65,6 @@ def demo(
     from flows.cli.run import run_training
     from flows.lifecycle.session import prefect_session
 
-    demo_inputs.require_reasoning_gym()
     last = [f"steps={steps}"] if steps else []
     config = _load(config_name, [*demo_inputs.demo_overrides(seed, tiny), *(overrides or []), *last])
     if config.rollout.kind == "vllm":

@@ -1,32 +1,29 @@
 """The demo's preparation: problems, a tiny model, and its supervised fine-tuning. Made once per recipe and seed."""
 
-import json
 import random
 import shutil
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from rich.console import Console
 
 from flows.cli.run import run_training
 from infra.storage.runs import RunDirectory, new_run_id
 from schemas.base import Frozen
 from schemas.config.run import RunConfig
-from schemas.errors import ConfigError
 
 Row = dict[str, Any]
 
-SEED_STRIDE = 1_000_000  # reasoning-gym seeds row i with seed + i
-
 
 class DemoRecipe(Frozen):
-    """The demo's task and model, chosen by measuring."""
+    """The demo's sums and model, chosen by measuring."""
 
-    task: str
-    settings: dict[str, Any]
+    num_terms: tuple[int, int]  # the least and the most of a sum
+    largest: int  # term; the least is 0
     worked_fraction: float  # of the demonstrations: these write out every step, the others only the sum
     num_demonstrations: int
     num_train_rows: int
@@ -35,16 +32,8 @@ class DemoRecipe(Frozen):
 
 
 RECIPE = DemoRecipe(
-    task="basic_arithmetic",
-    settings={
-        "operators": ["+"],
-        "min_terms": 4,
-        "max_terms": 6,
-        "min_digits": 1,
-        "max_digits": 1,
-        "allow_parentheses": False,
-        "allow_negation": False,
-    },
+    num_terms=(4, 6),
+    largest=10,
     worked_fraction=0.4,
     num_demonstrations=16000,
     num_train_rows=4000,
@@ -90,16 +79,6 @@ def sft_overrides(seed: int, tiny: bool = False) -> list[str]:
         f"model.path={folder}/random",
         f"data.train_path={folder}/demonstrations.parquet",
     ]
-
-
-def require_reasoning_gym() -> None:
-    """Check that the package that makes the demo's problems is installed, without importing it.
-
-    Raises:
-        ConfigError: It isn't.
-    """
-    if find_spec("reasoning_gym") is None:
-        raise ConfigError("the demo's problems need reasoning-gym: pip install 'sluice-rl[demo]'")
 
 
 def is_made(folder: Path, sft: RunConfig, recipe: DemoRecipe) -> bool:
@@ -156,38 +135,44 @@ def make_files(folder: Path, seed: int, recipe: DemoRecipe) -> None:
         seed: Seed of problems and weights.
         recipe: What to make.
     """
-    from infra.datasets.reasoning_gym import write_problems  # not at the top: these import transformers
-    from infra.models.tiny import make_model
+    from infra.models.tiny import make_model  # not at the top: it imports transformers
 
-    demonstrate = _demonstrate(random.Random(seed), recipe.worked_fraction)
-    heldout = folder / "heldout.parquet"
-    files: tuple[tuple[Path, int, dict[str, Any]], ...] = (
-        (heldout, recipe.num_eval_rows, {}),
-        (folder / "train.parquet", recipe.num_train_rows, {"exclude": heldout}),
-        (folder / "demonstrations.parquet", recipe.num_demonstrations, {"exclude": heldout, "edit": demonstrate}),
+    rng = random.Random(seed)
+    heldout, train, shown = (
+        [tuple(rng.randint(0, recipe.largest) for _ in range(rng.randint(*recipe.num_terms))) for _ in range(size)]
+        for size in (recipe.num_eval_rows, recipe.num_train_rows, recipe.num_demonstrations)
     )
-    for index, (path, size, options) in enumerate(files):
-        start = (len(files) * seed + index) * SEED_STRIDE
-        write_problems(path, recipe.task, size=size, seed=start, settings=recipe.settings, **options)
+    known = set(heldout)
+    files = {
+        "heldout": map(_problem, heldout),
+        "train": (_problem(terms) for terms in train if terms not in known),
+        "demonstrations": (
+            _demonstration(terms, works_out=rng.random() < recipe.worked_fraction)
+            for terms in shown
+            if terms not in known
+        ),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        pq.write_table(pa.Table.from_pylist(list(rows)), folder / f"{name}.parquet")
     make_model(folder / "random", seed=seed, **recipe.model)
 
 
-def _demonstrate(rng: random.Random, worked_fraction: float) -> Callable[[Row], Row]:
-    """Return an edit that turns a problem's sum into a demonstration: worked out step by step, or the sum alone."""
-
-    def edit(row: Row) -> Row:
-        expression = json.loads(row["extra_info"]["metadata"])["expression"]
-        total = row["reward_model"]["ground_truth"]
-        is_worked = rng.random() < worked_fraction
-        answer = work_out(expression) if is_worked else f"={total}"
-        return {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": answer}]}
-
-    return edit
+def _problem(terms: Sequence[int]) -> Row:
+    return {"data_source": "sums", "prompt": _question(terms), "reward_model": {"ground_truth": str(sum(terms))}}
 
 
-def work_out(expression: str) -> str:
-    """Return a sum step by step: "5 + 9 + 7" gives "5+9=14, 14+7=21"."""
-    terms = [int(term) for term in expression.split(" + ")]
+def _demonstration(terms: Sequence[int], *, works_out: bool) -> Row:
+    answer = work_out(terms) if works_out else f"={sum(terms)}"
+    return {"prompt": _question(terms), "completion": [{"role": "assistant", "content": answer}]}
+
+
+def _question(terms: Sequence[int]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"Calculate {' + '.join(map(str, terms))}."}]
+
+
+def work_out(terms: Sequence[int]) -> str:
+    """Return a sum step by step: that of 5, 9 and 7 is "5+9=14, 14+7=21"."""
     totals = pairwise(accumulate(terms))
     return ", ".join(
         f"{total}+{term}={next_total}" for term, (total, next_total) in zip(terms[1:], totals, strict=True)

@@ -1,4 +1,4 @@
-"""Rows of reasoning-gym tasks, as Parquet or JSONL in verl's columns (extra `demo`)."""
+"""Rows of reasoning-gym tasks, as Parquet or JSONL in verl's columns (extra `reasoning-gym`)."""
 
 import json
 import re
@@ -26,7 +26,6 @@ def write_problems(
     seed: int,
     settings: dict[str, Any],
     exclude: Path | None = None,
-    edit: Callable[[Row], Row] | None = None,
 ) -> int:
     """Generate `size` problems of `task`, write them to `path`, and return the number of rows written.
 
@@ -41,7 +40,6 @@ def write_problems(
         settings: The task's own settings.
         exclude: Held-out problems, in a form that `read_rows` accepts; generated rows whose prompt is in a text of
             the user in one of theirs, but for white space, are dropped.
-        edit: A function applied to each row before it is written.
 
     Raises:
         ConfigError: reasoning-gym is not installed, or doesn't know the task or a setting; or `path` ends otherwise.
@@ -55,8 +53,6 @@ def write_problems(
     rows = [_row(task, index, entry) for index, entry in entries.items() if questions[index] not in held_out]
     if not rows:
         raise DataError(f"{exclude} contains all {size} generated problems; generate more, or use another seed")
-    if edit is not None:
-        rows = [edit(row) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         _WRITERS[path.suffix](rows, temporary)
@@ -67,7 +63,7 @@ def _make_dataset(task: str, size: int, seed: int, settings: dict[str, Any]) -> 
     try:
         import reasoning_gym
     except ImportError:
-        raise ConfigError("reasoning-gym is not installed; pip install 'sluice-rl[demo]'") from None
+        raise ConfigError("reasoning-gym is not installed; pip install 'sluice-rl[reasoning-gym]'") from None
     try:
         return reasoning_gym.create_dataset(task, size=size, seed=seed, **settings)
     except (ValueError, TypeError, AssertionError) as error:

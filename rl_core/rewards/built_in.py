@@ -69,7 +69,7 @@ def require_reasoning_gym() -> None:
     except ImportError as error:
         raise RewardImportError(
             f"reward.kind 'reasoning_gym' needs the package reasoning-gym ({error}); "
-            "install it with `pip install 'sluice-rl[demo]'`"
+            "install it with `pip install 'sluice-rl[reasoning-gym]'`"
         ) from error
 
 
