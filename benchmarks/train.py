@@ -91,7 +91,8 @@ class Case:
         """Plan one update."""
         options: dict[str, Any] = {"num_updates": 1, "num_ranks": 1, "token_budget": plan.token_budget, "seed": 0}
         sizes = self.prompts, self.responses, self.responses
-        return plan_step(*sizes, **options, groups=self.groups, share_prompts=share_prompts).updates[0]
+        prefixes = (self.groups, self.prompts) if share_prompts else None
+        return plan_step(*sizes, **options, groups=self.groups, prefixes=prefixes).updates[0]
 
 
 def measure(plan: Plan) -> Report:

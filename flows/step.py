@@ -143,11 +143,11 @@ async def score_batch(
     config = run.config
     passes: dict[str, Callable[[BatchHandle], Coroutine[Any, Any, ScoredColumn]]] = {}
     if config.scores_behavior:
-        passes["logprob"] = lambda rows: score_behavior(run, policy, rows, rollout.group_ids, rollout.pairs_apart)
+        passes["logprob"] = lambda rows: score_behavior(run, policy, rows, rollout.pairs_apart)
     if config.kl.coef:
-        passes["reference"] = lambda rows: score_reference(run, policy, rows, rollout.group_ids, rollout.pairs_apart)
+        passes["reference"] = lambda rows: score_reference(run, policy, rows, rollout.pairs_apart)
     if config.distillation:
-        passes["teacher"] = lambda rows: score_teachers(run, policy, rows, rollout.group_ids)
+        passes["teacher"] = lambda rows: score_teachers(run, policy, rows)
     scores: dict[str, ScoredColumn] = {}
     if len(passes) > 1 and score_together(config):
         # A phase is what the step waits for: `reference` only lasts for as long as the reference takes longer.

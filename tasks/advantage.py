@@ -8,7 +8,7 @@ from infra.stores.open import open_store
 from infra.stores.step_columns import publish_handle
 from rl_core.advantages import prepare_updates
 from rl_core.columns.jagged import jagged
-from rl_core.views import select, with_column
+from rl_core.views import number_prompts, select, with_column
 from schemas.batch import BatchHandle, ChunkKey, StoreTraffic
 from schemas.rollout import RolloutHandle
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, StoredBatch
@@ -39,7 +39,7 @@ async def compute_step_advantages(
         PlanError: No row has a token to train on.
         RewardFailureError: Every reward of the step failed.
     """
-    result = prepare_updates(run.config, policy.step, rollout, row_kl)
+    result = prepare_updates(run.config, policy.step, rollout, row_kl, number_prompts(batch))
     stored = StoredBatch(batch=batch, traffic=StoreTraffic())
     if result.advantages is not None:
         stored = _put(run, select(batch, result.rows), result.advantages, result.turns)

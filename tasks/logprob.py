@@ -14,8 +14,7 @@ from infra.workers.layout import teacher_workers
 from infra.workers.placement import score_together
 from rl_core.planning import plan_forward
 from rl_core.planning.plan import PairsLike, rows_by_rank
-from rl_core.views import decode_ints, select, with_column
-from rl_core.views.integers import IntsLike, as_int64
+from rl_core.views import decode_ints, number_prompts, select, with_column
 from schemas.batch import BatchHandle
 from schemas.metrics import merge_metrics
 from schemas.plan import ForwardPlan
@@ -25,46 +24,45 @@ from tasks.stage import stage
 
 @stage("logprob")
 async def score_behavior(
-    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: IntsLike | None = None, apart: PairsLike = ()
+    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, apart: PairsLike = ()
 ) -> ScoredColumn:
     """Add `behavior_logprobs`: the trainer's log-probs under the weights that sampled; see `plan_scoring`."""
     group = await get_group(run, "policy")
-    plan = plan_scoring(run, batch, group, groups, apart)
+    plan = plan_scoring(run, batch, group, apart)
     results = await group.call("score", batch, plan, policy.version)
     return _with_results(run, batch, rows_by_rank(plan), results)
 
 
 @stage("reference")
 async def score_reference(
-    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: IntsLike | None = None, apart: PairsLike = ()
+    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, apart: PairsLike = ()
 ) -> ScoredColumn:
     """Add `reference_logprobs`: the log-probs under the frozen starting weights; see `plan_scoring`."""
     needs_worker = run.config.needs_reference_worker
     group = await get_group(run, "reference" if needs_worker else "policy")
-    plan = plan_scoring(run, batch, group, groups, apart)
+    plan = plan_scoring(run, batch, group, apart)
     results = await group.call("score" if needs_worker else "score_reference", batch, plan)
     return _with_results(run, batch, rows_by_rank(plan), results)
 
 
 @stage("teacher")
-async def score_teachers(run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: IntsLike) -> ScoredColumn:
+async def score_teachers(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> ScoredColumn:
     """Add `teacher_logprobs`: each row's log-probs under its teacher, given the prompt that this one reads.
 
     Args:
         run: The run.
         policy: The policy.
         batch: The rows.
-        groups: The group of each row, which all have the same prompt if the config shares prompts.
     """
     assert run.config.distillation is not None, "a run without teachers has no such stage"
-    scoring = [_score_teacher(run, policy, batch, groups, name) for name in run.config.distillation.teachers]
+    scoring = [_score_teacher(run, policy, batch, name) for name in run.config.distillation.teachers]
     parts = await asyncio.gather(*scoring) if score_together(run.config) else [await each for each in scoring]
     rows = np.concatenate([rows for rows, _ in parts])
     return _with_results(run, batch, rows, [result for _, results in parts for result in results])
 
 
 async def _score_teacher(
-    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: IntsLike, name: str
+    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, name: str
 ) -> tuple[np.ndarray, list[ScoreResult]]:
     """Have a teacher score its rows; return these, rank by rank, and the ranks' results."""
     numbers = teacher_workers(run.config).get(name)
@@ -74,9 +72,15 @@ async def _score_teacher(
     if not len(rows):
         return rows, []
     mine = select(batch, rows)
-    lengths = mine.prompt_lengths if own.prompt_lengths is None else own.prompt_lengths
-    prompts = as_int64(groups)[rows] if own.prompts is None else decode_ints(own.prompts)
-    plan = plan_scoring(run, mine, group, prompts if own.shares_prompts else None, prompt_lengths=decode_ints(lengths))
+    lengths = decode_ints(own.prompt_lengths or mine.prompt_lengths)
+    prompts = number_prompts(mine) if own.prompts is None else decode_ints(own.prompts)
+    plan = plan_forward(
+        lengths,
+        decode_ints(mine.response_lengths),
+        num_ranks=len(group.ranks),
+        token_budget=run.config.packing.token_budget,
+        prefixes=(prompts, lengths) if own.shares_prompts else None,
+    )
     how = ("score", mine, plan) if numbers else ("score_teacher", mine, plan, name, policy.version)
     return rows[rows_by_rank(plan)], await group.call(*how)
 
@@ -85,28 +89,23 @@ def plan_scoring(
     run: RunHandle,
     batch: BatchHandle,
     group: WorkerGroup,
-    groups: IntsLike | None = None,
     apart: PairsLike = (),
-    prompt_lengths: IntsLike | None = None,
 ) -> ForwardPlan:
-    """Deal a batch's rows to the ranks that score them.
+    """Deal a batch's rows to the ranks that score them; a prompt is computed once for its rows if the config says so.
 
     Args:
         run: The run.
         batch: The rows.
         group: The ranks.
-        groups: The group of each row, whose prompt is computed once if the config shares prompts; None: of no other.
         apart: Pairs of tokens on different branches of each row; empty: no row branches.
-        prompt_lengths: Of the prompts that a teacher reads; None: of the batch's own.
     """
-    packing = run.config.packing
+    packing, lengths = run.config.packing, decode_ints(batch.prompt_lengths)
     return plan_forward(
-        decode_ints(batch.prompt_lengths) if prompt_lengths is None else prompt_lengths,
+        lengths,
         decode_ints(batch.response_lengths),
         num_ranks=len(group.ranks),
         token_budget=packing.token_budget,
-        groups=groups,
-        share_prompts=bool(packing.share_prompts) and groups is not None,
+        prefixes=(number_prompts(batch), lengths) if packing.share_prompts else None,
         pairs_apart=apart,
     )
 

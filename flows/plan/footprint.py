@@ -135,18 +135,23 @@ def measure_step(config: RunConfig, fill: float = 0.5, data: PromptDataset | Non
     step = simulate_step(config, fill, data)
     prompts, responses = step.prompt_lengths, step.response_lengths
     config, sharing = with_sharing(config)
+    groups = np.arange(len(prompts)) // step.samples_per_prompt
     packing: dict[str, Any] = {
         "num_ranks": config.runtime.num_policy_ranks,
         "token_budget": config.packing.token_budget,
-        "groups": np.arange(len(prompts)) // step.samples_per_prompt,
-        "share_prompts": config.packing.share_prompts,
-        "prefixes": step.prefixes if config.packing.share_prompts else None,
+        "prefixes": (step.prefixes or (groups, prompts)) if config.packing.share_prompts else None,
     }
     plan = plan_step(
-        prompts, responses, step.loss_tokens, num_updates=config.optim.updates_per_step, seed=config.seed, **packing
+        prompts,
+        responses,
+        step.loss_tokens,
+        num_updates=config.optim.updates_per_step,
+        seed=config.seed,
+        groups=groups,
+        **packing,
     )
     dtypes = column_dtypes(config, num_embeddings(config.model))
-    if packing["prefixes"] is None:
+    if not config.packing.share_prompts or step.prefixes is None:
         dtypes.pop(PREFIX_COLUMN, None)
     columns, chunk_bytes = column_bytes(step, dtypes), _chunk_bytes(config, dtypes)
     store_bytes = _total(columns) + chunk_bytes

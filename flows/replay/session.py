@@ -31,7 +31,7 @@ from infra.workers.layout import frozen_groups
 from infra.workers.placement import check_resources
 from rl_core.advantages import prepare_updates
 from rl_core.planning.plan import rows_by_rank
-from rl_core.views import decode_ints, with_column, with_groups
+from rl_core.views import decode_ints, number_prompts, with_column, with_groups
 from rl_core.views.integers import as_int64
 from schemas.batch import BatchHandle, ColumnGroup, StoreTraffic
 from schemas.config.run import RunConfig
@@ -132,15 +132,15 @@ class ReplaySession:
         policy, config = self._handle(stored.step), self.run.config
         self.store.open(stored.step)
         batch, groups = stored.rows.replace(run_id=self.run.run_id), list[ColumnGroup]()
-        row_kl, sizes = None, (rollout.group_ids, rollout.pairs_apart)
+        row_kl, apart = None, rollout.pairs_apart
         if config.scores_behavior:
-            groups.append((await score_behavior.fn(self.run, policy, batch, *sizes)).group)
+            groups.append((await score_behavior.fn(self.run, policy, batch, apart)).group)
         if config.kl.coef:
-            scored = await score_reference.fn(self.run, policy, with_groups(batch, groups), *sizes)
+            scored = await score_reference.fn(self.run, policy, with_groups(batch, groups), apart)
             groups.append(scored.group)
             row_kl = scored.row_kl
         if config.distillation:
-            scored = await score_teachers.fn(self.run, policy, with_groups(batch, groups), rollout.group_ids)
+            scored = await score_teachers.fn(self.run, policy, with_groups(batch, groups))
             groups.append(scored.group)
         if config.time_shares_gpus:
             for frozen in frozen_groups(config):
@@ -161,7 +161,7 @@ class ReplaySession:
         """
         group, batch = await self._policy(), stored.rows.replace(run_id=self.run.run_id)
         self.store.open(stored.step)
-        plan = plan_scoring(self.run, batch, group, stored.rollout.group_ids, stored.rollout.pairs_apart)
+        plan = plan_scoring(self.run, batch, group, stored.rollout.pairs_apart)
         results = await group.call("score", batch, plan, version, stage)
         puts = [result.put for result in results if result.put is not None]
         scored = with_column(batch, puts[0].dtypes, [put.chunk for put in puts], rows_by_rank(plan))
@@ -176,7 +176,7 @@ class ReplaySession:
     def _plan_again(self, stored: StoredStep) -> StepPlan:
         """Plan a step whose plan is for another number of ranks or another packing, or lost; the KL doesn't matter."""
         row_kl = [0.0] * stored.rollout.num_rows if self.run.config.kl.in_reward else None
-        plan = prepare_updates(self.run.config, stored.step, stored.rollout, row_kl).plan
+        plan = prepare_updates(self.run.config, stored.step, stored.rollout, row_kl, number_prompts(stored.rows)).plan
         logger.warning(
             "step %d is planned again for %d ranks and %s rows: its update may differ by rounding",
             *(stored.step, plan.num_ranks, self.run.config.packing.kind),

@@ -159,8 +159,6 @@ def _sharing_fault(config: RunConfig) -> str | None:
     """Return why samples can't share prompts; None: they can."""
     faults = {
         'packing.kind is "padded"': config.packing.kind == "padded",
-        "rollout.router_replay replays the experts of each sample's prompt": config.rollout.router_replay,
-        "an environment of a class or a program may add to each sample's prompt": _may_branch(config),
     }
     if (fault := next((fault for fault, is_so in faults.items() if is_so), None)) is not None:
         return fault

@@ -13,7 +13,7 @@ from rl_core.advantages.base import AdvantageInputs, Floats, Ints, Parts, find_e
 from rl_core.advantages.estimators import estimate
 from rl_core.advantages.shaping import ShapedRows, shape_rows
 from rl_core.advantages.turn_level import Turns, advantages_of_turns
-from rl_core.planning.plan import plan_step
+from rl_core.planning.plan import PrefixesLike, plan_step
 from rl_core.views.integers import as_int64
 from schemas.config.advantage import GdpoAdvantage, TurnLevelAdvantage
 from schemas.config.reward import WeightedReward
@@ -36,7 +36,11 @@ class StepAdvantages:
 
 
 def prepare_updates(
-    config: RunConfig, step: int, rollout: RolloutHandle, row_kl: Sequence[float] | None = None
+    config: RunConfig,
+    step: int,
+    rollout: RolloutHandle,
+    row_kl: Sequence[float] | None = None,
+    prompts: Ints | None = None,
 ) -> StepAdvantages:
     """Drop the rows whose reward failed, compute the advantages of the others and plan their updates.
 
@@ -50,6 +54,7 @@ def prepare_updates(
         rollout: The step's rows.
         row_kl: [N] each row's KL to the reference, summed over its trained tokens, in nats; only if the KL is part of
             the reward.
+        prompts: [N] see `number_prompts`, of rows that share their prompts if the config says so. None: none do.
 
     Raises:
         NonFiniteError: A row's KL isn't finite.
@@ -68,7 +73,8 @@ def prepare_updates(
     rewards = scored[live]
     groups = number_groups(as_int64(rollout.group_ids)[live])
     shaped = _shape(config, rollout, live, rewards, row_kl)
-    plan = _plan(config, step, rollout, live, shaped.loss_tokens, groups)
+    prefixes = None if prompts is None else (prompts[live], as_int64(rollout.prompt_lengths)[live])
+    plan = _plan(config, step, rollout, live, shaped.loss_tokens, groups, prefixes)
     inputs = AdvantageInputs.from_rows(
         shaped.rewards,
         groups,
@@ -91,7 +97,7 @@ def _plan_given_rows(config: RunConfig, step: int, rollout: RolloutHandle) -> St
     """Plan the updates of supervised fine-tuning, whose rows have neither rewards nor advantages."""
     loss_tokens = as_int64(rollout.loss_tokens)
     rows = np.arange(rollout.num_rows)
-    plan = _plan(config, step, rollout, rows, loss_tokens)
+    plan = _plan(config, step, rollout, rows, loss_tokens, prefixes=rollout.prefixes)
     return StepAdvantages(
         rows=rows,
         advantages=None,
@@ -106,7 +112,13 @@ def _plan_given_rows(config: RunConfig, step: int, rollout: RolloutHandle) -> St
 
 
 def _plan(
-    config: RunConfig, step: int, rollout: RolloutHandle, rows: Ints, loss_tokens: Ints, groups: Ints | None = None
+    config: RunConfig,
+    step: int,
+    rollout: RolloutHandle,
+    rows: Ints,
+    loss_tokens: Ints,
+    groups: Ints | None = None,
+    prefixes: PrefixesLike = None,
 ) -> StepPlan:
     apart = np.asarray(rollout.pairs_apart, dtype=np.float64)
     return plan_step(
@@ -118,8 +130,7 @@ def _plan(
         token_budget=config.packing.token_budget,
         seed=config.seed + step,
         groups=groups,
-        share_prompts=bool(config.packing.share_prompts),
-        prefixes=rollout.prefixes if config.packing.share_prompts else None,
+        prefixes=prefixes if config.packing.share_prompts else None,
         pairs_apart=apart[rows] if apart.size else apart,
     )
 

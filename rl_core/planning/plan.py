@@ -32,14 +32,13 @@ def plan_step(
     token_budget: int,
     seed: int,
     groups: IntsLike | None = None,
-    share_prompts: bool = False,
     prefixes: PrefixesLike = None,
     pairs_apart: PairsLike = (),
 ) -> StepPlan:
     """Plan all updates of one step.
 
     Rows without a loss token are skipped and counted. The others are shuffled by the seed, group by group, and split
-    evenly among the updates, independently of the ranks, the budget and `share_prompts`; with fewer rows than updates,
+    evenly among the updates, independently of the ranks, the budget and `prefixes`; with fewer rows than updates,
     the plan has fewer updates. The micro-batches of a rank are balanced and sorted by descending cost: the i-th ones
     cost about the same on all ranks, and peak memory is reached first.
 
@@ -51,10 +50,9 @@ def plan_step(
         num_ranks: Policy ranks.
         token_budget: The maximum number of prompt + response tokens in a micro-batch.
         seed: Seed of the shuffle.
-        groups: [N] non-negative numbers; rows of the same group have the same prompt. None: each row is a group.
-        share_prompts: Whether the prompt of a group is computed, and counts, once in a micro-batch.
-        prefixes: [N] numbers, equal for rows that begin with the same tokens, which are computed, and count, once in a
-            micro-batch, instead of a group's prompt; and [N] how many tokens these are. None: there are none.
+        groups: [N] non-negative numbers, equal for rows that stay together in an update. None: each row is a group.
+        prefixes: [N] numbers, equal for rows that begin with the same tokens, such as a prompt, which are computed, and
+            count, once in a micro-batch; and [N] how many tokens these are. None: there are none.
         pairs_apart: [N] pairs of each row's tokens that are on different branches, which cost nothing; empty: no row
             branches.
 
@@ -79,7 +77,7 @@ def plan_step(
     live = _live_rows(trained)
     check_budget(live, lengths, token_budget)
     numbers = _group_numbers(groups, len(lengths))
-    sizes = _row_sizes(prompts, responses, numbers if share_prompts else None, prefixes, pairs_apart)
+    sizes = _row_sizes(prompts, responses, prefixes, pairs_apart)
     updates = []
     for rows in np.array_split(_shuffled(live, numbers, seed), min(num_updates, len(live))):
         chosen = np.zeros(len(lengths), dtype=bool)
@@ -109,8 +107,6 @@ def plan_forward(
     *,
     num_ranks: int,
     token_budget: int,
-    groups: IntsLike | None = None,
-    share_prompts: bool = False,
     prefixes: PrefixesLike = None,
     pairs_apart: PairsLike = (),
 ) -> ForwardPlan:
@@ -121,8 +117,6 @@ def plan_forward(
         response_lengths: [N] tokens; rows with 0 are included.
         num_ranks: Ranks, which run the same number of forwards: sharded weights are gathered by collectives.
         token_budget: The maximum number of prompt + response tokens in a micro-batch.
-        groups: [N] see `plan_step`.
-        share_prompts: See `plan_step`.
         prefixes: See `plan_step`.
         pairs_apart: See `plan_step`.
 
@@ -142,8 +136,7 @@ def plan_forward(
     lengths = prompts + responses
     rows = np.arange(len(lengths), dtype=np.int64)
     check_budget(rows, lengths, token_budget)
-    numbers = _group_numbers(groups, len(lengths)) if share_prompts else None
-    sizes = _row_sizes(prompts, responses, numbers, prefixes, pairs_apart)
+    sizes = _row_sizes(prompts, responses, prefixes, pairs_apart)
     ranks = _plan_ranks(rows, sizes, num_ranks, token_budget)
     return ForwardPlan(**dict(ranks), token_budget=token_budget)
 
@@ -169,13 +162,11 @@ def _group_numbers(groups: IntsLike | None, num_rows: int) -> Counts | None:
     return numbers
 
 
-def _row_sizes(
-    prompts: Counts, responses: Counts, groups: Counts | None, prefixes: PrefixesLike, pairs_apart: PairsLike
-) -> RowSizes:
-    """Return the sizes of rows, which share the prompt of a group, or what they begin with in common."""
+def _row_sizes(prompts: Counts, responses: Counts, prefixes: PrefixesLike, pairs_apart: PairsLike) -> RowSizes:
+    """Return the sizes of rows, which share what they begin with in common."""
     lengths, apart = prompts + responses, _check_apart(pairs_apart, len(prompts))
     if prefixes is None:
-        return RowSizes.of(prompts, responses, groups, apart)
+        return RowSizes.of(prompts, responses, None, apart)
     numbers, common = (as_int64(values) for values in prefixes)
     if not len(numbers) == len(common) == len(lengths) or ((common < 0) | (common > prompts)).any():
         raise PlanError(

@@ -21,6 +21,7 @@ from rl_core.views.segments import ReadPlan, read_plan
 from rl_core.views.selection import (
     filter_rows,
     new_batch,
+    number_prompts,
     permute,
     repeat,
     select,
@@ -37,6 +38,7 @@ __all__ = [
     "encode_ints",
     "filter_rows",
     "new_batch",
+    "number_prompts",
     "permute",
     "prune",
     "read_plan",

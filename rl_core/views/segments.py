@@ -29,8 +29,13 @@ def pick(segments: Segments, indices: Sequence[AnyInts]) -> list[Segments]:
         rows = offsets(segments.starts).astype(dtype, copy=False)
         rows = rows + dtype(segments.starts.base) if segments.starts.base else rows
     else:
-        rows = _ranges(decode_ints(segments.starts), decode_ints(segments.counts), dtype)
+        rows = row_numbers(segments, dtype)
     return [coalesce(take(rows, index)) for index in indices]
+
+
+def row_numbers(segments: Segments, dtype: type[np.integer[Any]] = np.int64) -> Any:
+    """Return the numbers of the rows that `segments` cover, [N], counted over the group's chunks."""
+    return _ranges(decode_ints(segments.starts), decode_ints(segments.counts), dtype)
 
 
 def coalesce(rows: AnyInts) -> Segments:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from rl_core.views.chunks import new_group
 from rl_core.views.integers import Ints, IntsLike, as_int64, encode_ints, narrow_dtype, offsets, take, total
-from rl_core.views.segments import coalesce, merge, pick
+from rl_core.views.segments import coalesce, merge, pick, row_numbers
 from schemas.batch import BatchHandle, ChunkRef, ColumnGroup, Segments
 from schemas.catalog import column_spec
 from schemas.errors import ColumnError
@@ -64,6 +64,19 @@ def new_batch(
     segments = pick(whole.segments, [_row_index(batch, prompt_rows)])[0]
     shared = ColumnGroup(dtypes=of_prompts, chunks=whole.chunks, segments=segments)
     return batch.replace(groups=(shared, whole.replace(dtypes=others)))
+
+
+def number_prompts(batch: BatchHandle) -> Ints:
+    """Return the number of each row's prompt, [N]: equal for rows whose prompt is stored once.
+
+    Raises:
+        ColumnError: The batch has no prompts.
+    """
+    group = next((group for group in batch.groups if "prompt_ids" in group.dtypes), None)
+    if group is None:
+        raise ColumnError(f"step {batch.step} of run {batch.run_id} has no column prompt_ids")
+    numbers: Ints = row_numbers(group.segments)
+    return numbers
 
 
 def select(batch: BatchHandle, rows: IntsLike) -> BatchHandle:

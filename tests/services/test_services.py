@@ -243,16 +243,15 @@ try:
     job = ray.get_runtime_context().get_job_id()
     connect(first)
     assert ray.get_runtime_context().get_job_id() == job
-    services.stop()
-    services.start(prefect=False, ray=True)
-    assert services.ray_address != first
-    connect(services.ray_address)  # the first is gone
-    print("again", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote()))
     other = LocalServices(Path(sys.argv[2]))
     try:
-        other.start(prefect=False, ray=True)
-        connect(other.ray_address)  # the other is there
-        assert ray.get_runtime_context().gcs_address == other.ray_address
+        other.start(prefect=False, ray=True)  # Ray ends a process whose cluster has been gone for 60 seconds
+        services.stop()
+        connect(other.ray_address)
+        print("again", ray.get(ray.remote(num_cpus=0)(lambda: 7).remote()))
+        services.start(prefect=False, ray=True)
+        connect(services.ray_address)  # the other is there
+        assert ray.get_runtime_context().gcs_address == services.ray_address != first
     finally:
         other.stop()
 finally:

@@ -21,6 +21,7 @@ BFLOAT16_BOUND = 0.02  # of a parameter's gradient norm; one rounding of a gradi
 HALF = {"model": {"compute_dtype": "bfloat16"}}
 REPLICAS = {"runtime": {"num_policy_replicas": 2}}
 REPLAY = {"rollout": {"max_response_tokens": 16, "router_replay": True}}
+SHARED = {"packing": {"share_prompts": True}}
 LORA = {"lora": {"rank": 2}}
 MUON = {"kind": "muon"}
 BUFFERS = 8 * 2**20  # of the process itself; all weights would be 78 MiB more than a shard
@@ -36,8 +37,11 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, token budget, 
     "two": (2, 24, {}),
     "two, each": (2, 24, {"runtime": {"gradient_sync": "every_micro_batch"}}),
     "two replicas of two": (4, 24, REPLICAS),
+    "two, shared": (2, 24, SHARED),
+    "four, shared": (4, 24, SHARED),
     "one, half": (1, 64, HALF),
     "two, half": (2, 24, HALF),
+    "two, half, shared": (2, 24, HALF | SHARED),
     "two, half, each": (2, 24, HALF | {"runtime": {"gradient_sync": "every_micro_batch"}}),
     "two replicas of two, half": (4, 24, HALF | REPLICAS),
     "two, half, checkpointing": (2, 24, {"model": HALF["model"] | {"gradient_checkpointing": True}}),
@@ -46,6 +50,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, token budget, 
     "two, adapter, half": (2, 24, {"model": LORA | HALF["model"]}),
     "one, experts": (1, 64, REPLAY),
     "two, experts": (2, 24, REPLAY),
+    "two, experts, shared": (2, 24, REPLAY | SHARED),
     "two, experts, checkpointing": (2, 24, REPLAY | {"model": {"gradient_checkpointing": True}}),
     "two, fused": (2, 24, {"optim": {"implementation": "fused"}}),
     "two, offload": (2, 24, {"optim": {"offload": True}}),
@@ -100,12 +105,12 @@ def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     )
 
 
-@pytest.mark.parametrize("name", ["two", "two, each", "two replicas of two"])
+@pytest.mark.parametrize("name", ["two", "two, each", "two replicas of two", "two, shared", "four, shared"])
 def test_float32_gradients_are_equal_for_every_layout(folder: Path, name: str) -> None:
     assert distance(gradient(folder, "one"), gradient(folder, name)) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["two, half", "two, half, each", "two replicas of two, half"])
+@pytest.mark.parametrize("name", ["two, half", "two, half, each", "two replicas of two, half", "two, half, shared"])
 def test_bfloat16_gradients_are_equal_within_their_bound(folder: Path, name: str) -> None:
     assert distance(gradient(folder, "one, half"), gradient(folder, name)) < BFLOAT16_BOUND
 
@@ -114,7 +119,7 @@ def test_checkpointing_changes_no_gradient(folder: Path) -> None:
     assert distance(gradient(folder, "two, half"), gradient(folder, "two, half, checkpointing")) == 0
 
 
-@pytest.mark.parametrize("name", ["two, experts", "two, experts, checkpointing"])
+@pytest.mark.parametrize("name", ["two, experts", "two, experts, checkpointing", "two, experts, shared"])
 def test_gradients_through_replayed_routers_are_equal_for_every_layout(folder: Path, name: str) -> None:
     expected = gradient(folder, "one, experts")
     assert all(values.any() for name, values in expected.items() if name.endswith("mlp.gate.weight"))

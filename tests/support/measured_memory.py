@@ -101,16 +101,16 @@ def status_bytes(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def packed_rows(prompts: Sequence[int], responses: Sequence[int], *, experts: int = 0) -> RankRows:
-    """Return rows of random tokens with these lengths, and all columns that an update reads.
+def packed_rows(prompts: Sequence[int], responses: Sequence[int], *, experts: int = 0, samples: int = 1) -> RankRows:
+    """Return rows of random tokens with these lengths, so many with the same prompt, and all columns for an update.
 
     With router replay, these are of a model with two layers of so many experts, of which two are chosen.
     """
     generator = np.random.default_rng(0)
-    total = sum(responses)
+    total, firsts, of_rows = sum(responses), prompts[::samples], pa.array(np.arange(len(prompts)) // samples)
     logprobs = np.full(total, -9.0, dtype=np.float32)
     columns = {
-        "prompt_ids": jagged(generator.integers(0, 256, sum(prompts), dtype=np.int32), prompts),
+        "prompt_ids": jagged(generator.integers(0, 256, sum(firsts), dtype=np.int32), firsts).take(of_rows),
         "response_ids": jagged(generator.integers(0, 256, total, dtype=np.int32), responses),
         "loss_mask": jagged(np.ones(total, dtype=bool), responses),
         "sampler_logprobs": jagged(logprobs, responses),
@@ -118,9 +118,10 @@ def packed_rows(prompts: Sequence[int], responses: Sequence[int], *, experts: in
         "reference_logprobs": jagged(logprobs, responses),
         "advantages": pa.array(generator.standard_normal(len(prompts)), pa.float32()),
     }
-    for name, lengths in {"prompt_experts": prompts, "response_experts": responses}.items() if experts else ():
+    for name, lengths in {"prompt_experts": firsts, "response_experts": responses}.items() if experts else ():
         chosen = generator.random((2, sum(lengths), experts)).argsort(axis=-1)[:, :, :2].astype(np.uint8)
-        columns[name] = jagged(np.concatenate(list(chosen), axis=1), lengths)
+        rows = jagged(np.concatenate(list(chosen), axis=1), lengths)
+        columns[name] = rows.take(of_rows) if lengths is firsts else rows
     return RankRows(np.arange(len(prompts)), pa.record_batch(columns))
 
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch._dynamo  # otherwise the optimizer imports it, in every process
 import torch.distributed as dist
@@ -39,7 +40,8 @@ from tests.support.policies import load_policy
 CPU = torch.device("cpu")
 PROMPT_TOKENS = 9  # of a row whose memory is measured; two rows fill a micro-batch
 NUM_EXPERTS = 4  # of a model that replays its routers
-PROMPTS, RESPONSES = (3, 5, 2, 4, 6, 3, 2, 5), (9, 4, 12, 7, 3, 8, 11, 6)
+PROMPTS, RESPONSES = (3, 3, 5, 5, 2, 2, 6, 6), (9, 4, 12, 7, 3, 8, 11, 6)
+SAMPLES = 2  # of the same prompt
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,12 @@ def _train(
     config: RunConfig, module: ScoringModule, mesh: DeviceMesh, rank: int, case: Case
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the gradient of an update and the new weights, whole, this rank's log-probs, and seconds by part."""
-    rows = packed_rows(PROMPTS, RESPONSES, experts=NUM_EXPERTS if config.rollout.router_replay else 0)
+    experts = NUM_EXPERTS if config.rollout.router_replay else 0
+    rows = packed_rows(PROMPTS, RESPONSES, experts=experts, samples=SAMPLES)
     trainer, gradient = Trainer(module, config, mesh), {}
-    sizes = {"num_ranks": case.num_ranks, "token_budget": case.token_budget}
+    sizes: dict[str, Any] = {"num_ranks": case.num_ranks, "token_budget": case.token_budget}
+    if config.packing.share_prompts:
+        sizes["prefixes"] = np.arange(len(PROMPTS)) // SAMPLES, PROMPTS
 
     def keep(*_: Any) -> None:
         for name, parameter in trainer.named_parameters().items():
@@ -154,6 +159,7 @@ def _train(
 
     logprobs = score_rows(module, rows, plan_forward(PROMPTS, RESPONSES, **sizes).ranks[rank])
     update = plan_step(PROMPTS, RESPONSES, RESPONSES, num_updates=1, seed=0, **sizes).updates[0]
+    assert (update.num_tokens < sum(PROMPTS + RESPONSES)) == bool(config.packing.share_prompts)
     trainer.optimizer.register_step_pre_hook(keep)
     trainer.update(rows, update, rank)
     assert all(parameter.grad is None for parameter in trainer.named_parameters().values())

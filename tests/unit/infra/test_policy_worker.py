@@ -143,8 +143,8 @@ def test_samples_that_share_their_prompt_are_scored_and_trained_on_as_those_that
     worker = started(run, store)
     batch, _ = make_step(run, store, worker)
     prompts, responses = decode_ints(batch.prompt_lengths), decode_ints(batch.response_lengths)
-    options = {"num_ranks": 1, "token_budget": 64, "groups": np.arange(8) // 2, "share_prompts": True}
-    forward = plan_forward(prompts, responses, **options)
+    options, prefixes = {"num_ranks": 1, "token_budget": 64}, (np.arange(8) // 2, prompts)
+    forward = plan_forward(prompts, responses, prefixes=prefixes, **options)
     assert forward.num_tokens == prompts[::2].sum() + responses.sum()
     put = worker.score(batch, forward, 0, "shared").put
     rows = batch.replace(groups=batch.groups[:2])  # as they were sampled
@@ -152,9 +152,10 @@ def test_samples_that_share_their_prompt_are_scored_and_trained_on_as_those_that
     shared, apart = (store.read(each, ["behavior_logprobs"])["behavior_logprobs"] for each in (scored, batch))
     assert np.abs(flat_values(shared) - flat_values(apart)).max() < 1e-6
     weights, reports = [], []
-    for share in (True, False):
+    for shared_by in (prefixes, None):
         fresh = started(run, store)
-        plan = plan_step(prompts, responses, responses, num_updates=2, seed=0, **(options | {"share_prompts": share}))
+        groups = {"groups": prefixes[0], "prefixes": shared_by}
+        plan = plan_step(prompts, responses, responses, num_updates=2, seed=0, **options, **groups)
         reports.append(values(fresh.update(batch, plan, 0).metrics))
         weights.append(parameters(fresh, 1))
     assert reports[0] == pytest.approx(reports[1], rel=1e-4, abs=1e-6)

@@ -84,9 +84,7 @@ def scores_of(
     rows, mine = decode_ints(own.rows), select(batch, decode_ints(own.rows))
     prompts, responses = decode_ints(own.prompt_lengths or mine.prompt_lengths), decode_ints(mine.response_lengths)
     numbers = rows // SAMPLES if own.prompts is None else decode_ints(own.prompts)
-    plan = plan_forward(
-        prompts, responses, num_ranks=1, token_budget=token_budget, groups=numbers, share_prompts=own.shares_prompts
-    )
+    plan = plan_forward(prompts, responses, num_ranks=1, token_budget=token_budget, prefixes=(numbers, prompts))
     assert own.shares_prompts
     if len(plan.rank(0)) == 1:  # a prompt is computed once for its samples
         assert plan.rank(0)[0].num_tokens == responses.sum() + sum(dict(zip(numbers, prompts, strict=True)).values())

@@ -146,8 +146,8 @@ def test_a_row_costs_what_its_tokens_attend_to(trees: list[Tree], same_prompt: b
     assert sum(plan_forward(prompts, responses, **options).rank_costs) == sum(costs)
     step = plan_step(prompts, responses, responses, num_updates=1, seed=0, **options).updates[0]
     assert sum(step.rank_costs) == sum(costs)
-    grouped = {"groups": np.zeros_like(prompts), "share_prompts": True}
-    shared = plan_forward(prompts, responses, **options | {"num_ranks": 1}, **grouped)
+    prefixes = np.zeros_like(prompts), prompts
+    shared = plan_forward(prompts, responses, **options | {"num_ranks": 1}, prefixes=prefixes)
     once = sum(row_costs(np.unique(prompts)))  # equal ones of a group are shared
     assert shared.rank_costs == (sum(costs) - sum(row_costs(prompts)) + once,)
 

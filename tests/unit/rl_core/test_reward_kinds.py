@@ -57,7 +57,7 @@ def test_full_marks_only_gives_nothing_for_partial_credit() -> None:
 
 def test_a_missing_reasoning_gym_names_the_extra(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
-    with pytest.raises(RewardImportError, match=r"pip install 'sluice-rl\[demo\]'"):
+    with pytest.raises(RewardImportError, match=r"pip install 'sluice-rl\[reasoning-gym\]'"):
         load_reward(ReasoningGymReward())
 
 

@@ -68,16 +68,15 @@ def check(plan: RankPlan, groups: list[Group], num_ranks: int, budget: int) -> N
 def test_plans_of_groups(groups: list[Group], num_updates: int, num_ranks: int, budget: int, seed: int) -> None:
     prompts, responses, numbers = sizes(groups)
     options = {"num_updates": num_updates, "num_ranks": num_ranks, "token_budget": budget, "seed": seed}
-    plan = plan_step(prompts, responses, responses, groups=numbers, share_prompts=True, **options)
+    shared = numbers, prompts
+    plan = plan_step(prompts, responses, responses, groups=numbers, prefixes=shared, **options)
     assert sorted(row for update in plan.updates for row in update.rows) == np.flatnonzero(responses).tolist()
     apart = plan_step(prompts, responses, responses, groups=numbers, **options)
     for update, other in zip(plan.updates, apart.updates, strict=True):
         check(update, groups, num_ranks, budget)
         assert set(update.rows) == set(other.rows)  # what is trained on together doesn't depend on sharing
         assert update.num_tokens <= other.num_tokens
-    forward = plan_forward(
-        prompts, responses, num_ranks=num_ranks, token_budget=budget, groups=numbers, share_prompts=True
-    )
+    forward = plan_forward(prompts, responses, num_ranks=num_ranks, token_budget=budget, prefixes=shared)
     assert sorted(forward.rows) == list(range(len(prompts)))
     check(forward, groups, num_ranks, budget)
 
@@ -92,17 +91,17 @@ def test_rows_of_distinct_prompts_are_planned_as_without_groups(
     prompts, responses, _ = sizes(groups)
     distinct = np.random.default_rng(seed).permutation(len(prompts))
     options = {"num_updates": num_updates, "num_ranks": num_ranks, "token_budget": budget, "seed": seed}
-    grouped = {"groups": distinct, "share_prompts": share}
+    shared = {"prefixes": (distinct, prompts) if share else None}
     rows = prompts, responses, responses
-    assert plan_step(*rows, **options, **grouped) == plan_step(*rows, **options)
+    assert plan_step(*rows, **options, groups=distinct, **shared) == plan_step(*rows, **options)
     forward = {"num_ranks": num_ranks, "token_budget": budget}
-    assert plan_forward(prompts, responses, **forward, **grouped) == plan_forward(prompts, responses, **forward)
+    assert plan_forward(prompts, responses, **forward, **shared) == plan_forward(prompts, responses, **forward)
 
 
 def planned(num_groups: int, samples: int, num_ranks: int, budget: int = 100_000) -> list[list[tuple[int, ...]]]:
     """Plan groups with prompts of 512 tokens and responses of 128; return the rows of each micro-batch with some."""
     prompts, numbers = np.full(num_groups * samples, 512), np.repeat(np.arange(num_groups), samples)
-    options = {"num_ranks": num_ranks, "token_budget": budget, "groups": numbers, "share_prompts": True}
+    options = {"num_ranks": num_ranks, "token_budget": budget, "prefixes": (numbers, prompts)}
     plan = plan_forward(prompts, np.full_like(prompts, 128), **options)
     return [[micro.rows for micro in rank if micro.rows] for rank in plan.ranks]
 
@@ -129,14 +128,18 @@ def test_updates_have_whole_groups() -> None:
     ] * 3
 
 
-def test_groups_of_unequal_prompts_share_by_length() -> None:
-    plan = plan_forward([5, 5, 7], [1, 1, 1], num_ranks=1, token_budget=99, groups=[0, 0, 0], share_prompts=True)
+def test_prompts_of_unequal_lengths_share_by_length() -> None:
+    prompts = [5, 5, 7]
+    plan = plan_forward(prompts, [1, 1, 1], num_ranks=1, token_budget=99, prefixes=([0, 0, 0], prompts))
     assert plan.num_tokens == 5 + 7 + 3
 
 
-def test_group_numbers_of_another_count_are_rejected() -> None:
+def test_numbers_of_another_count_are_rejected() -> None:
+    rows = [1] * 3, [1] * 3
+    with pytest.raises(PlanError, match="2 numbers and 3 lengths of what 3 rows begin with"):
+        plan_forward(*rows, num_ranks=1, token_budget=9, prefixes=([0, 0], [1] * 3))
     with pytest.raises(PlanError, match="2 group numbers for 3 rows"):
-        plan_forward([1] * 3, [1] * 3, num_ranks=1, token_budget=9, groups=[0, 0], share_prompts=True)
+        plan_step(*rows, [1] * 3, num_updates=1, num_ranks=1, token_budget=9, seed=0, groups=[0, 0])
 
 
 def windowed() -> PreTrainedModel:
@@ -221,10 +224,10 @@ def test_log_probs_and_gradients_are_those_of_rows_of_their_own(
     model = model_of(name)
     columns = columns_of(groups, seed, model.config.vocab_size)
     prompts, responses, numbers = sizes(groups)
-    options = {"num_ranks": num_ranks, "token_budget": budget, "groups": numbers}
+    options = {"num_ranks": num_ranks, "token_budget": budget}
     shared, apart = (
-        scored(model, columns, plan_forward(prompts, responses, share_prompts=share, **options))
-        for share in (True, False)
+        scored(model, columns, plan_forward(prompts, responses, prefixes=prefixes, **options))
+        for prefixes in ((numbers, prompts), None)
     )
     torch.testing.assert_close(shared[0], apart[0], rtol=TOLERANCES[name], atol=2 * TOLERANCES[name])
     assert relative_error(shared[1], apart[1]) <= TOLERANCES[name]
@@ -264,7 +267,7 @@ def test_keys_of_many_sequences_are_put_together_in_parts() -> None:
 def test_prompts_that_differ_within_a_group_are_an_error() -> None:
     """The plan takes them for equal, and a micro-batch would have more tokens than its budget."""
     columns = columns_of([(4, [3]), (4, [2])], 0, 50)
-    plan = plan_forward([4, 4], [3, 2], num_ranks=1, token_budget=9, groups=[0, 0], share_prompts=True)
+    plan = plan_forward([4, 4], [3, 2], num_ranks=1, token_budget=9, prefixes=([0, 0], [4, 4]))
     (micro,) = plan.rank(0)
     with pytest.raises(ScoringError, match=r"2 rows has 13 tokens, but is planned for 9.*share_prompts = false"):
         packed_row(columns, micro.num_tokens)
