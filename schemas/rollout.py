@@ -5,9 +5,9 @@ And what a curriculum knows: which sources a step takes its prompts from, and ho
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, model_validator
 
 from schemas.base import Frozen
 from schemas.batch import BatchHandle, ChunkRef, EncodedInts, StoreTraffic
@@ -35,12 +35,15 @@ class SourceResults(Frozen):
     num_successes: tuple[NonNegativeInt, ...]  # K, those of them whose reward reaches the threshold
 
 
-class SampleText(Frozen):
-    """One generated sample, for users to read."""
+MAX_TEXT = 300  # characters of a sample's text
 
-    prompt: str
-    response: str
-    answer: str
+
+class SampleText(Frozen):
+    """One generated sample, for users to read: the end of its prompt, and the beginning of the other texts."""
+
+    prompt: Annotated[str, AfterValidator(lambda text: text[-MAX_TEXT:])]
+    response: Annotated[str, AfterValidator(lambda text: text[:MAX_TEXT])]
+    answer: Annotated[str, AfterValidator(lambda text: text[:MAX_TEXT])]
     reward: float | None
     tree: str = ""  # of its turns, if it has several, see `infra.history.row_tokens.tree_of`
 

@@ -35,6 +35,7 @@ from schemas.errors import ConfigError
 from schemas.plan import ForwardPlan, StepPlan, UpdatePlan
 
 ASSUMED_MASK_TOKENS = 16  # that top-p or min-p leave at a position
+PARTIAL_TOKEN_BYTES = 12  # of a response that is under way: its id, log-prob and version
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +85,8 @@ class Footprint(Frozen):
     padded_tokens: PositiveInt  # of the same rows, padded to the longest prompt and the longest response
     columns: tuple[ColumnBytes, ...]  # without reward parts, whose names only the reward function defines
     chunk_bytes: NonNegativeInt  # overhead of the Arrow files
-    store_bytes: PositiveInt  # the peak, when all columns of the step are stored
+    partial_bytes: NonNegativeInt  # of later steps' responses that are under way, each at its longest, in the store
+    store_bytes: PositiveInt  # the peak, when all columns of the step are stored, and `partial_bytes`
     most_store_bytes: PositiveInt  # the same with every response at its longest
     capacity_bytes: PositiveInt
     micro_tokens: PositiveInt  # the most that a micro-batch computes, padding included, with the longest responses
@@ -154,8 +156,10 @@ def measure_step(config: RunConfig, fill: float = 0.5, data: PromptDataset | Non
     if not config.packing.share_prompts or step.prefixes is None:
         dtypes.pop(PREFIX_COLUMN, None)
     columns, chunk_bytes = column_bytes(step, dtypes), _chunk_bytes(config, dtypes)
-    store_bytes = _total(columns) + chunk_bytes
-    most_store_bytes = _total(column_bytes(step.at_longest(), dtypes)) + chunk_bytes
+    longest = step.at_longest()
+    partial_bytes = _partial_bytes(config, longest.response_lengths)
+    store_bytes = _total(columns) + chunk_bytes + _partial_bytes(config, responses)
+    most_store_bytes = _total(column_bytes(longest, dtypes)) + chunk_bytes + partial_bytes
     return Footprint(
         num_rows=len(prompts),
         num_reused=0 if config.sft else len(prompts) - config.rollout.num_prompts * config.rollout.samples_per_prompt,
@@ -166,6 +170,7 @@ def measure_step(config: RunConfig, fill: float = 0.5, data: PromptDataset | Non
         padded_tokens=len(prompts) * int(prompts.max() + responses.max()),
         columns=columns,
         chunk_bytes=chunk_bytes,
+        partial_bytes=partial_bytes,
         store_bytes=store_bytes,
         most_store_bytes=most_store_bytes,
         capacity_bytes=config.store.capacity_bytes,
@@ -177,6 +182,12 @@ def measure_step(config: RunConfig, fill: float = 0.5, data: PromptDataset | Non
         sharing=sharing,
         warnings=_warnings(config, plan, most_store_bytes),
     )
+
+
+def _partial_bytes(config: RunConfig, lengths: NDArray[np.int64]) -> int:
+    """Return what the store has of responses that later steps finish: what a step left, and what the next leaves."""
+    limits = [config.token_limit(ahead) for ahead in range(1, config.runtime.max_staleness)]
+    return 2 * PARTIAL_TOKEN_BYTES * sum(int(np.minimum(lengths, limit).sum()) for limit in limits)
 
 
 def _micro_tokens(config: RunConfig, updates: Sequence[UpdatePlan], step: SimulatedStep) -> int:

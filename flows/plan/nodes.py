@@ -97,8 +97,9 @@ def _columns(config: RunConfig, footprint: Footprint, placement: Placement, coun
         role = putters.get(column_spec(column.name).producer, "policy")  # the driver's count as the policy's
         total += column.num_bytes * counts[role] / len(placement.nodes[role])
     steps = 1 + config.runtime.max_staleness
-    scale = footprint.most_store_bytes / footprint.store_bytes
-    return round(steps * scale * total)
+    scale = (footprint.most_store_bytes - footprint.partial_bytes) / sum(each.num_bytes for each in footprint.columns)
+    partial = footprint.partial_bytes * counts["rollout"] / max(1, len(placement.nodes["rollout"]))
+    return round(steps * scale * total + partial)
 
 
 def _loading(model: ModelMemory, workers: tuple[WorkerMemory, ...], counts: Mapping[Role, int]) -> int:

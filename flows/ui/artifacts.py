@@ -37,7 +37,6 @@ WIDTH, HEIGHT = 320, 130  # of one curve, pixels
 LEFT, TOP, BOTTOM = 44, 26, 18  # margins
 CHART_COLUMNS = 2
 MAX_CHART_POINTS = 120
-MAX_TEXT = 300
 MAX_SAMPLES = 16
 CURVES = ("reward", "cross_entropy", "held-out loss", "held-out accuracy", "response/tokens", "entropy")
 PACE_STEPS = 10  # the last steps, by which the time left is estimated
@@ -167,9 +166,9 @@ async def show_samples(run: RunHandle, rollout: RolloutHandle) -> None:
     rows = [
         {
             "step": rollout.step,
-            "prompt": sample.prompt[-MAX_TEXT:],
-            "response": sample.response[:MAX_TEXT],
-            "answer": sample.answer[:MAX_TEXT],
+            "prompt": sample.prompt,
+            "response": sample.response,
+            "answer": sample.answer,
             "reward": "failed" if sample.reward is None else round(sample.reward, 3),
         }
         for shard in rollout.shards

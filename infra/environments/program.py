@@ -9,7 +9,6 @@ import functools
 import inspect
 import json
 import os
-import resource
 import secrets
 import signal
 import stat
@@ -26,6 +25,7 @@ from infra.environments.launch import ERROR_CHARACTERS, programs_folder, remove_
 from infra.environments.sandbox import open_sandbox
 from infra.integrations.conversation import ChatError, Conversation, Request
 from infra.integrations.model_apis import MODEL, ModelApi, begin_task, complete, serve
+from infra.processes import take_all_files
 from rl_core.environments.base import Endpoint, FinishedProgram, Launch, Step, Task
 from rl_core.user_code import import_user_module
 from schemas.errors import EnvironmentImportError
@@ -45,8 +45,7 @@ class Gateway:
     """
 
     def __init__(self) -> None:
-        self.own_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self.own_files = take_all_files()
         self._conversations: dict[str, tuple[str, Conversation]] = {}  # with their keys, by number
         self._num_opened = 0
         self._endpoint: asyncio.Task[Endpoint] | None = None

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from schemas.step import RunHandle
 logger = logging.getLogger(__name__)
 
 _TURNS = ("sleep", "wake")
-_RANK = ("incarnation", "open_rendezvous", "start", "score", *_TURNS)  # the methods of every rank
+_RANK = ("incarnation", "prepare", "open_rendezvous", "start", "score", *_TURNS)  # the methods of every rank
 _WEIGHTS = ("weight_group_member", "init_weight_group")
 
 _POLICY = ("handle", "score_reference", "update", "save", "finish_saving", "retain", "restore")
@@ -85,7 +85,7 @@ async def get_worker(run: RunHandle, role: Role, number: int = 0, found: Any | N
         WorkerLostError: It died; or its node can't be reached, and it was killed.
     """
     if (worker := found or find_worker(run.identity, role, number)) is None:
-        worker = await _create_worker(run, role, number)
+        worker = (await _create_workers(run, role, [number]))[number]
     try:
         await call(worker, "start")
     except EngineLostError as error:
@@ -137,9 +137,7 @@ async def get_group(run: RunHandle, role: Role, numbers: range | None = None) ->
     """
     numbers = range(num_workers(run.config)[role]) if numbers is None else numbers
     found = find_workers(run, role)
-    missing = [rank for rank in numbers if rank not in found]
-    created = await asyncio.gather(*(_create_worker(run, role, rank) for rank in missing))
-    found.update(zip(missing, created, strict=True))
+    found.update(await _create_workers(run, role, [rank for rank in numbers if rank not in found]))
     group = _group(run, {worker_name(run.identity, role, rank): found[rank] for rank in numbers})
     incarnations = set(await group.call("incarnation"))
     if len(incarnations) == 1 and "" not in incarnations:
@@ -147,6 +145,7 @@ async def get_group(run: RunHandle, role: Role, numbers: range | None = None) ->
     if incarnations != {""}:
         group.kill()
         return await get_group(run, role, numbers)
+    await group.call("prepare")
     rendezvous = await call(group.ranks[0], "open_rendezvous", len(group.ranks))
     await group.call("start", rendezvous)
     return group
@@ -193,10 +192,12 @@ def _start_all(run: RunHandle, role: Role) -> list[Awaitable[Any]]:
     return [get_worker(run, role, number, found.get(number)) for number in range(num_workers(run.config)[role])]
 
 
-async def _create_worker(run: RunHandle, role: Role, number: int) -> Any:
-    """Create a worker and return its handle; it may not have started yet."""
-    slot, options = await place(run, role, number)
-    name, options = worker_name(run.identity, role, number), {**health.ACTOR_OPTIONS, **options}
+async def _create_workers(run: RunHandle, role: Role, numbers: Sequence[int]) -> dict[int, Any]:
+    """Create workers and return their handles by number; they may not have started yet."""
     kind = _SFT_POLICY if role == "policy" and run.config.sft is not None else _CLASSES[role]
     secrets = {variable: os.environ[variable] for variable in run.config.services.secrets}  # set by the driver's start
-    return create_actor(name, kind, slot, run, number, secrets, options=options)
+    created = {}
+    for number, (slot, options) in zip(numbers, await place(run, role, numbers), strict=True):
+        name, options = worker_name(run.identity, role, number), {**health.ACTOR_OPTIONS, **options}
+        created[number] = create_actor(name, kind, slot, run, number, secrets, options=options)
+    return created

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import resource
 import sys
 import time
 from importlib.metadata import version
@@ -37,6 +38,9 @@ class NodeReport(Frozen):
     run: str
     """The digest of the run's config there; empty if the run's directory is another one, or none."""
 
+    max_files: int
+    """How many files and sockets a process may have open, at most."""
+
     obstacle: str = ""
     """What keeps it from reading or writing the run's directory, if that is at a URL; empty if nothing does."""
 
@@ -60,6 +64,7 @@ def check_nodes(directory: RunDirectory, config: RunConfig) -> None:
         )
         for node in nodes
     }
+    num_files = 256 + 3 * config.runtime.num_policy_ranks  # two connections of each rank to each other one, and others
     done = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_ANSWER_SECONDS)[0] if refs else []
     here = report_node(directory.url, [])
     for node, ref in refs.items():
@@ -73,7 +78,7 @@ def check_nodes(directory: RunDirectory, config: RunConfig) -> None:
             raise ConfigError(f"{place} can't run Sluice: {describe(cause)}; install it there") from None
         except ray.exceptions.RayError:  # the node is gone by now
             continue
-        if problem := find_problem(here, found, directory, began):
+        if problem := find_problem(here, found, directory, began, num_files):
             raise ConfigError(f"{place} {problem}")
 
 
@@ -91,11 +96,12 @@ def report_node(directory: str, paths: list[str]) -> NodeReport:
         time=time.time(),
         missing=tuple(path for path in paths if not (os.path.exists(path) or glob.glob(path, recursive=True))),
         run=digest,
+        max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         obstacle=obstacle,
     )
 
 
-def find_problem(here: NodeReport, there: NodeReport, directory: RunDirectory, began: float) -> str:
+def find_problem(here: NodeReport, there: NodeReport, directory: RunDirectory, began: float, num_files: int = 0) -> str:
     """Return what keeps a run from using a node; empty if nothing does.
 
     Args:
@@ -103,6 +109,7 @@ def find_problem(here: NodeReport, there: NodeReport, directory: RunDirectory, b
         there: What the node has.
         directory: The run.
         began: Unix time on the driver's node before any was asked.
+        num_files: How many files and sockets a worker may have open.
     """
     if (here.version, here.python) != (there.version, there.python):
         return (
@@ -121,6 +128,11 @@ def find_problem(here: NodeReport, there: NodeReport, directory: RunDirectory, b
         )
     if there.missing:
         return f"lacks {there.missing[0]}; copy it there, at the same path, or put it on a file system that is shared"
+    if there.max_files < num_files:
+        return (
+            f"allows {there.max_files} open files, but {num_files} may be needed; raise the hard limit (ulimit -Hn) "
+            "where its Ray is started"
+        )
     for word, difference in (("ahead of", there.time - here.time), ("behind", began - there.time)):
         if difference > MAX_CLOCK_SECONDS:
             return f"has a clock {difference:.0f} s {word} the driver's, or more; synchronize them (NTP)"

@@ -8,6 +8,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import ray
@@ -61,25 +63,30 @@ def check_resources(config: RunConfig) -> Device:
     return decide_device(config, gpus, sum(each.get("CPU", 0) for each in found))
 
 
-async def place(run: RunHandle, role: Role, number: int) -> Place:
-    """Return the place of a worker that is about to be created; wait until its resources are free.
+async def place(run: RunHandle, role: Role, numbers: Sequence[int]) -> list[Place]:
+    """Return the places of workers that are about to be created; wait until the resources of all are free.
 
     Raises:
         ResourcesError: Others hold them for too long, or a node is gone and no other one came.
     """
+    if not numbers:
+        return []
     if await _wait_for_nodes(run) == "cpu":
-        return _place_on_cpu(run.config, role, number)
+        return _place_on_cpu(run.config, role, numbers)
     group = _find_group(run.identity) or _create_group(run)
-    bundles = bundle_numbers(run.config)
-    nodes = await _wait_for_bundle(run, group, bundles[role, number])
-    own = nodes[bundles[role, number]]
-    sharing = sum(nodes.get(bundle) == own for (other, _), bundle in bundles.items() if other == role)
-    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundles[role, number])
+    bundles = {number: bundle for (other, number), bundle in bundle_numbers(run.config).items() if other == role}
+    nodes = await _wait_for_bundles(run, group, [bundles[number] for number in numbers])
+    addresses, sharing = living_nodes(), Counter(nodes.get(bundle) for bundle in bundles.values())
     shares = len([count for count in num_workers(run.config).values() if count])
     gpus = gpus_per_worker(run.config, role)
     num_gpus = gpus / shares if run.config.runtime.placement == "colocated" else gpus
-    slot = _slot(role, number, own, "cuda", sharing).replace(num_gpus=gpus)
-    return Place(slot, {"num_gpus": num_gpus, "scheduling_strategy": strategy})
+    places = []
+    for number in numbers:
+        own = nodes[bundles[number]]
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundles[number])
+        slot = _slot(role, number, own, addresses, "cuda", sharing[own]).replace(num_gpus=gpus)
+        places.append(Place(slot, {"num_gpus": num_gpus, "scheduling_strategy": strategy}))
+    return places
 
 
 def living_nodes() -> dict[str, str]:
@@ -109,12 +116,17 @@ def score_together(config: RunConfig) -> bool:
     return len(used) == len(set(used))
 
 
-def _place_on_cpu(config: RunConfig, role: Role, number: int) -> Place:
-    nodes = _nodes_on_cpu(config)
-    node = nodes[role, number]
-    sharing = sum(nodes[worker] == node for worker in nodes if worker[0] == role)
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    return Place(_slot(role, number, node, "cpu", sharing), {"scheduling_strategy": strategy})
+def _place_on_cpu(config: RunConfig, role: Role, numbers: Sequence[int]) -> list[Place]:
+    nodes, addresses = _nodes_on_cpu(config), living_nodes()
+    sharing = Counter(node for (other, _), node in nodes.items() if other == role)
+    own = [nodes[role, number] for number in numbers]
+    return [
+        Place(
+            _slot(role, number, node, addresses, "cpu", sharing[node]),
+            {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)},
+        )
+        for number, node in zip(numbers, own, strict=True)
+    ]
 
 
 def _nodes_on_cpu(config: RunConfig) -> dict[tuple[Role, int], str]:
@@ -126,9 +138,8 @@ def _nodes_on_cpu(config: RunConfig) -> dict[tuple[Role, int], str]:
     return {worker: nodes[index] for worker, index in spread.items()}
 
 
-def _slot(role: Role, number: int, node: str, device: Device, sharing: int) -> Slot:
-    address = living_nodes()[node]
-    worker = f"{role}-{number}"
+def _slot(role: Role, number: int, node: str, addresses: dict[str, str], device: Device, sharing: int) -> Slot:
+    worker, address = f"{role}-{number}", addresses[node]
     return Slot(worker=worker, node=node, address=address, device=device, sharing=sharing, owner=run_owner())
 
 
@@ -162,22 +173,22 @@ async def _wait_for_nodes(run: RunHandle) -> Device:
         except ConfigError as error:
             if (waited := time.monotonic() - started) > limit:
                 raise ResourcesError(f"{error}; none came in timeouts.resource_seconds = {limit:g}") from error
-            _tell(run, waited, f"nodes: {error}")
+            _tell(run, waited, partial(str.format, "nodes: {}", error))
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _wait_for_bundle(run: RunHandle, group: PlacementGroup, bundle: int) -> dict[int, str]:
-    """Wait until a bundle has a living node; return the nodes of all bundles that have one.
+async def _wait_for_bundles(run: RunHandle, group: PlacementGroup, bundles: Sequence[int]) -> dict[int, str]:
+    """Wait until bundles have a living node each; return the nodes of all that have one.
 
     Raises:
-        ResourcesError: It has none for too long.
+        ResourcesError: One has none for too long.
     """
     limit = run.config.timeouts.resource_seconds
     started = time.monotonic()
     while True:
         living, table = living_nodes(), placement_group_table(group)
         nodes = {index: node for index, node in table["bundles_to_node_id"].items() if node in living}
-        if bundle in nodes:
+        if nodes.keys() >= {*bundles}:
             return nodes
         waited = time.monotonic() - started
         if waited > limit:
@@ -187,15 +198,15 @@ async def _wait_for_bundle(run: RunHandle, group: PlacementGroup, bundle: int) -
                 f"no GPU for run {run.run_id} within timeouts.resource_seconds = {limit:g}: {_holders()}"
                 f"{_scattered(run.config)}; free some (sluice stop RUN), or add nodes"
             )
-        _tell(run, waited, f"{gpus_wanted(run.config)} GPUs: {_holders()}")
+        _tell(run, waited, lambda: f"{gpus_wanted(run.config)} GPUs: {_holders()}")
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def _tell(run: RunHandle, waited: float, what: str) -> None:
+def _tell(run: RunHandle, waited: float, what: Callable[[], str]) -> None:
     """Say what the run has waited for during these seconds, unless it has just begun or was said recently."""
     if waited > _PATIENCE_SECONDS and time.monotonic() > _next_line.get(run.run_id, 0):
         _next_line[run.run_id] = time.monotonic() + _LINE_SECONDS
-        logger.warning("run %s waits for %s", run.run_id, what)
+        logger.warning("run %s waits for %s", run.run_id, what())
 
 
 def _holders() -> str:

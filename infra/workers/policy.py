@@ -191,7 +191,7 @@ class PolicyWorker(ScoringWorker):
         if self._incarnation:
             return self.handle()
         with self._collective():
-            self._load(self._config.model, group, trains=True)
+            self._load(group, trains=True)
             self._trainer = Trainer(self._module, self._config, self._mesh)
             store = open_checkpoints(self._directory, self._config.checkpoint)
             group = dist.new_group(backend="gloo", timeout=_FILES_TIMEOUT) if self._mesh is not None else None

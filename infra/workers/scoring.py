@@ -16,8 +16,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from infra.engines.families import shares_prompts
+from infra.models.files import ModelFiles
 from infra.models.load import num_embeddings
 from infra.models.scoring import load_scoring_module
+from infra.processes import take_all_files
 from infra.ray.device import choose_device, set_threads
 from infra.ray.rendezvous import Rendezvous, is_peer_failure, join
 from infra.ray.tracing import start_tracing
@@ -37,7 +39,6 @@ from rl_core.training.rows import TOKEN_COLUMNS, TOP_COLUMNS, layout_columns
 from rl_core.training.sharding import make_mesh, release_gathered
 from rl_core.views import encode_ints, select
 from schemas.batch import BatchHandle, ChunkKey
-from schemas.config.model import ModelConfig
 from schemas.errors import ColumnError, PipelineError, WorkerLostError
 from schemas.placement import MemoryChange, Part
 from schemas.plan import ForwardPlan
@@ -61,6 +62,7 @@ class ScoringWorker:
 
     def __init__(self, run: RunHandle, rank: int = 0, store: ColumnStore | None = None) -> None:
         self._run, self._config, self._rank, self._given_store = run, run.config, rank, store
+        self._model = run.config.model
         self._number = rank  # among the workers of its role
         self._directory = RunDirectory.of(run)
         self._incarnation = ""  # set by `_load`
@@ -71,6 +73,12 @@ class ScoringWorker:
     def incarnation(self) -> str:
         """Return the id of the process group that it belongs to; empty before it has weights."""
         return self._incarnation
+
+    def prepare(self) -> None:
+        """Do what takes one node longer than another, before the ranks wait for each other: a download, a new store."""
+        take_all_files()  # each rank has two connections to each other one
+        self._given_store or open_store(self._run)
+        ModelFiles(self._model.path)
 
     def open_rendezvous(self, num_ranks: int) -> ProcessGroupHandle:
         """Host the rendezvous of `num_ranks` ranks, on this node's own address."""
@@ -95,14 +103,7 @@ class ScoringWorker:
         """Return the parts that can be moved, with the tensors of each."""
         return {"weights": self._module.parameters}
 
-    def _load(
-        self,
-        model: ModelConfig,
-        group: ProcessGroupHandle | None,
-        *,
-        trains: bool,
-        shares_prompts: bool | None = None,
-    ) -> None:
+    def _load(self, group: ProcessGroupHandle | None, *, trains: bool, shares_prompts: bool | None = None) -> None:
         """Join the other ranks, shard the model and load this rank's part; with None as `group`, this rank is alone."""
         set_threads(self._config.runtime.num_threads)
         device = choose_device()
@@ -110,11 +111,12 @@ class ScoringWorker:
         self._store: ColumnStore = self._given_store or open_store(self._run)
         mesh = self._join(group, device, self._config.runtime.num_policy_replicas if trains else 1)
         self._module, self._mesh = load_scoring_module(
-            self._config, model, device, mesh, trains=trains, shares_prompts=shares_prompts
+            self._config, self._model, device, mesh, trains=trains, shares_prompts=shares_prompts
         )
         self._offload = Offload(self._parts())
         self._group_id = group.group_id if group else uuid.uuid4().hex
-        self._telemetry = WorkerTelemetry(f"{self.role}-{self._number}", model, device, model.dtype_on(device.type))
+        dtype = self._model.dtype_on(device.type)
+        self._telemetry = WorkerTelemetry(f"{self.role}-{self._number}", self._model, device, dtype)
 
     def _join(self, group: ProcessGroupHandle | None, device: torch.device, num_replicas: int) -> DeviceMesh | None:
         if group is None or group.num_ranks == 1:
@@ -258,14 +260,12 @@ class ScoringWorker:
 class FrozenWorker(ScoringWorker):
     """One rank of a model that only scores."""
 
-    _model: ModelConfig
-
     def start(self, group: ProcessGroupHandle | None = None) -> None:
         """Load the model's weights, once; see `PolicyWorker.start` for the arguments and errors."""
         if self._incarnation:
             return
         with self._collective():
-            self._load(self._model, group, trains=False, shares_prompts=self._decide_sharing())
+            self._load(group, trains=False, shares_prompts=self._decide_sharing())
         self._incarnation = self._group_id
 
     def _decide_sharing(self) -> bool | None:
@@ -277,10 +277,6 @@ class ReferenceWorker(FrozenWorker):
     """One rank of the reference: the starting weights."""
 
     role = "reference"
-
-    def __init__(self, run: RunHandle, rank: int = 0, store: ColumnStore | None = None) -> None:
-        super().__init__(run, rank, store)
-        self._model = run.config.model
 
     def score(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
         """Put `reference_logprobs` of this rank's rows."""

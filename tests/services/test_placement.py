@@ -49,7 +49,7 @@ def start(run_id: str, of: RunConfig) -> RunHandle:
 
 
 async def probe(run: RunHandle, role: Role, number: int) -> Any:
-    slot, options = await place(run, role, number)
+    [(slot, options)] = await place(run, role, [number])
     options = {**health.ACTOR_OPTIONS, **options}
     return create_actor(f"{run.run_id}/{role}-{number}", PROBE, slot, run, number, {}, options=options)
 
@@ -151,7 +151,7 @@ def test_gpus_that_others_hold_are_awaited_and_then_refused(
     first = start("first", placed_config(tmp_path, ranks=6, device="cuda"))
     second = start("second", placed_config(tmp_path, ranks=2, device="cuda", timeouts={"resource_seconds": 5}))
     try:
-        asyncio.run(place(first, "policy", 0))  # reserves all that the run needs
+        asyncio.run(place(first, "policy", [0]))  # reserves all that the run needs
         wait_until(lambda: ray.available_resources().get("GPU", 0) == 1)
         line = r"the Ray cluster has 8 GPUs, 1 free, run first holds 7"
         with pytest.raises(ResourcesError, match=rf"no GPU for run second within .* = 5: {line}.*sluice stop RUN"):
@@ -161,7 +161,7 @@ def test_gpus_that_others_hold_are_awaited_and_then_refused(
         patient = start("second", placed_config(tmp_path, ranks=2, device="cuda", timeouts={"resource_seconds": 600}))
 
         async def free_meanwhile() -> None:
-            waiting = asyncio.ensure_future(place(patient, "policy", 0))
+            waiting = asyncio.ensure_future(place(patient, "policy", [0]))
             await asyncio.sleep(1)
             assert not waiting.done()
             await asyncio.to_thread(end, first)
@@ -209,7 +209,7 @@ def test_nothing_is_left_of_starts_and_kills(tmp_path: Path, nodes: list[Any]) -
         wait_until(lambda expected=expected: held_by_runs() == expected)  # a process that is busy answers late
         refused = of.replace(timeouts=of.timeouts.replace(resource_seconds=0))
         with pytest.raises(ResourcesError):
-            asyncio.run(place(start(f"refused-{at}", refused), "policy", 0))
+            asyncio.run(place(start(f"refused-{at}", refused), "policy", [0]))
         assert [end_run(run.run_id) for run in runs] == [2] * 2
         wait_until(lambda: ray.available_resources().get("GPU", 0) == 8)
     assert cluster_runs() == []
@@ -233,9 +233,9 @@ def test_a_lost_nodes_workers_wait_for_free_gpus_and_move(
         with pytest.raises(
             ResourcesError, match=r"needs 5 GPUs.*cluster has 4.*none came in timeouts\.resource_seconds = 0"
         ):
-            asyncio.run(place(run.replace(config=run.config.replace(timeouts=impatient)), "rollout", 2))
+            asyncio.run(place(run.replace(config=run.config.replace(timeouts=impatient)), "rollout", [2]))
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(lambda: asyncio.run(place(run, "rollout", 2)))
+            waiting = pool.submit(lambda: asyncio.run(place(run, "rollout", [2])))
             wait_until(lambda: "run moving waits for nodes: " in caplog.text)
             assert not waiting.done()
             ray_cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=2**27)

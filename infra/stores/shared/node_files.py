@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from infra.processes import take_all_files
 from infra.storage.shared_memory import SharedFolder, choose_root
 from infra.stores.base import chunk_not_found_error
 from infra.stores.chunk_reads import ChunkPart, ChunkRead, check_num_rows, decode_chunk
@@ -48,6 +49,7 @@ class NodeFiles:
     """
 
     def __init__(self, run_id: str, capacity_bytes: int, shared_memory: str | None) -> None:
+        take_all_files()  # every worker of the run connects to its server
         self._folder = SharedFolder(choose_root(shared_memory, capacity_bytes), run_id)
         self.path = self._folder.path
         (self.path / _POOL).mkdir()

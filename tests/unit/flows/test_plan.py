@@ -274,6 +274,16 @@ def test_a_store_that_long_responses_would_fill_is_a_warning(load: Callable[...,
     )
 
 
+def test_responses_under_way_take_room_in_the_store(load: Callable[..., RunConfig]) -> None:
+    whole, parts = (
+        measure_step(load("correction.kind=truncated", f"runtime.max_staleness={steps}"), fill=1.0) for steps in (1, 4)
+    )
+    # Of 12 tokens, responses have at most 9, 6 and 3 three steps, two and one before their own is finished.
+    assert parts.partial_bytes == 2 * parts.num_rows * (9 + 6 + 3) * (4 + 4 + 4)
+    rest = parts.most_store_bytes - whole.most_store_bytes - parts.partial_bytes
+    assert rest == next(each.num_bytes for each in parts.columns if each.name == "sampler_versions")
+
+
 @pytest.mark.parametrize("experts", [0, 2 * 2])  # of a token: without and with router replay
 def test_column_bytes_are_those_of_what_workers_put(folder: Path, load: Callable[..., RunConfig], experts: int) -> None:
     config = load("model.path=moe", "rollout.router_replay=true") if experts else load()

@@ -28,6 +28,9 @@ def test_a_node_that_lacks_something_is_named(tmp_path: Path) -> None:
         assert f"has a clock 3600 s {word} the driver's, or more; synchronize" in find_problem(
             here, late, directory, here.time
         )
+    few = here.replace(max_files=1024, missing=())
+    assert find_problem(here, few, directory, here.time, 1024) == ""
+    assert "allows 1024 open files, but 1025 may be needed" in find_problem(here, few, directory, here.time, 1025)
     early = here.replace(time=here.time - 100, missing=())  # others needed long to answer
     assert find_problem(here, early, directory, early.time - 10) == ""
     assert os.getcwd() not in here.missing

@@ -1,6 +1,7 @@
 """The policy worker as a plain object, on a store in memory: what an update does, and that it does it only once."""
 
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,6 +163,18 @@ def test_samples_that_share_their_prompt_are_scored_and_trained_on_as_those_that
     # AdamW moves a weight of a tiny gradient by its sign, so that rounding may show in single ones.
     distances = torch.cat([(weights[0][name] - weights[1][name]).abs().flatten() for name in weights[0]])
     assert float(distances.mean()) < 1e-6
+
+
+def test_a_rank_that_is_about_to_join_others_may_open_all_files_that_its_node_allows(
+    run: RunHandle, store: MemoryStore
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        PolicyWorker(run, store=store).prepare()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_another_version_is_rejected(run: RunHandle, store: MemoryStore) -> None:

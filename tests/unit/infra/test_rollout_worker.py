@@ -38,7 +38,7 @@ from schemas.errors import (
 )
 from schemas.metric_catalog import metric_spec
 from schemas.metrics import Max, Mean, Sum
-from schemas.rollout import RolloutHandle, SourceSchedule, check_failures
+from schemas.rollout import RolloutHandle, SampleText, SourceSchedule, check_failures
 from tests.support.rollout_workers import (
     GROUPS,
     NUM_PROMPTS,
@@ -110,6 +110,8 @@ def test_the_driver_gets_scalars_and_a_few_texts(folder: Path) -> None:
     assert len({sample.prompt for sample in shard.samples}) == 4  # each of a different prompt
     assert len(shard.samples) == 4
     assert shard.samples[0].reward == shard.rewards[0]
+    long = SampleText(prompt="a" * 300 + "b", response="c" * 300 + "d", answer="e" * 301, reward=None)
+    assert (long.prompt, long.response, long.answer) == ("a" * 299 + "b", "c" * 300, "e" * 300)
     metrics = RolloutHandle(step=0, policy_version=0, shards=(shard,)).metrics
     assert metrics["reward_index"].weight == NUM_PROMPTS * NUM_SAMPLES
     assert {"rollout/generate_seconds", "rollout/reward_seconds"} < set(metrics)
