@@ -1,6 +1,7 @@
 """What `sluice serve` and `sluice deploy` refuse before anything is started, and the decisions and events of a run."""
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from prefect.events import Event
 
 from flows.ui.approval import find_failed_queries
 from flows.ui.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, RunEvents, RunStarted, StepCompleted
+from flows.ui.reporter import RunReporter
+from infra.monitors import Monitors
 from infra.storage.folder import Folder
 from infra.storage.run_files import Decision, DecisionsFile
 from schemas.config.load import load_config
@@ -143,3 +146,28 @@ def test_a_lost_event_delays_no_later_step(emitted: list[Event]) -> None:
             leader = event.id
         else:
             assert event.follows == leader
+
+
+def test_a_limit_on_a_metric_that_the_first_step_lacks_is_warned_of(
+    tmp_path: Path, emitted: list[Event], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Progress:
+        """Stands for the artifact in Prefect."""
+
+        async def show_step(self, report: StepReport) -> None:
+            """Show nothing."""
+
+    monkeypatch.setattr("flows.ui.reporter.get_run_logger", logging.getLogger)
+    directory = make_small_run(tmp_path)
+    when = tuple(map(MetricLimit.model_validate, ("kl > 0.2", "reward < 0.1", "step/seconds > 9")))
+    config = directory.config().replace(approval=ApprovalConfig(when=when))
+    run = RunHandle(run_id="demo", identity="demo", directory=directory.url, config=config, store_incarnation="a")
+    events = RunEvents("demo", directory.runs_dir)
+    reporter = RunReporter(run, Progress(), Monitors("demo", []), events, directory.metrics)  # type: ignore[arg-type]
+    for step in (6, 7):
+        report = StepReport(
+            step=step, policy_version=step + 1, metrics={"reward": 0.5, "tokens": 8.0}, seconds=1.0, seconds_by_phase={}
+        )
+        asyncio.run(reporter.step(report))
+    (warned,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warned.startswith("approval.when: kl > 0.2: step 7 has no metric kl")
