@@ -1,10 +1,11 @@
 """`sluice export`: a run's checkpoint as a Hugging Face folder."""
 
-import asyncio
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from flows.lifecycle.cancellation import run_in_thread
 from flows.lifecycle.secrets import take_secrets
 from infra.checkpoints.files import best_version
 from infra.checkpoints.model import write_model_folder
@@ -64,7 +65,8 @@ async def export_as_asset(
 
     @operation("export")
     async def export_checkpoint() -> int:
-        version_found = await asyncio.to_thread(export_run, directory, out, version=version, best=best, dtype=dtype)
+        export = partial(export_run, directory, out, version=version, best=best, dtype=dtype)
+        version_found = await run_in_thread(f"the export to {out}", export)
         num_bytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
         describe(asset, {"run_id": directory.run_id, "step": version_found, "bytes": num_bytes})
         return version_found

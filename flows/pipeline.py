@@ -10,13 +10,14 @@ import re
 import shutil
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from prefect import Flow, flow, get_run_logger
 from prefect.runtime import flow_run
 
-from flows.lifecycle.cancellation import cancellable
+from flows.lifecycle.cancellation import cancellable, run_in_thread
 from flows.pipeline_plan import CURRENT, PLAN, PipelinePlan, PlannedRun, named
 from flows.summary import finished_summary
 from flows.train import train
@@ -208,7 +209,7 @@ async def _pass_gate(plan: PipelinePlan, best: dict[str, PlannedRun]) -> dict[st
         QueryError: Its query can't be answered.
     """
     run = best[plan.config.last_stage]
-    after, before = await asyncio.to_thread(_accuracies, plan, run)
+    after, before = await run_in_thread("the gate's evaluation", partial(_accuracies, plan, run))
     gain = None if after is None or before is None else after - before
 
     @operation("gate")

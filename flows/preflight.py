@@ -44,6 +44,7 @@ from rl_core.rollout.chat import ChatTemplate
 from schemas.config.rollout import ProgramRollout, VllmRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ChatTemplateError, CheckpointError, ConfigError, ModelError
+from schemas.metric_catalog import metric_spec
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,12 @@ def check(
         UserError: A part of the config is not usable; the message says which, where, and how to fix it.
     """
     check_urls(config)
+    for limit in config.approval.when:
+        if metric_spec(limit.metric).stage == "evaluation":
+            raise ConfigError(
+                f"approval.when: {limit}: {limit.metric} is a metric of evaluations, and no step has it; take one of "
+                "steps, such as reward"
+            )
     if config.approval.queries is not None:
         from infra.history.sql import load_queries  # here, since few runs need DuckDB
 

@@ -40,6 +40,7 @@ from infra.ray.tracing import traced_run
 from infra.storage.driver_lock import driver_lock, holds_lock, watch_lock
 from infra.storage.driver_log import driver_log
 from infra.storage.identity import claim_identity
+from infra.storage.lineage import load_fork
 from infra.storage.run_files import MetricsFile
 from infra.storage.runs import RunDirectory
 from infra.stores.open import close_store, open_store
@@ -195,6 +196,8 @@ async def _training_loop(
     policy = await reconcile(run, directory)
     record_event(directory, policy)
     monitors.log_recorded(directory.metrics)
+    fork = load_fork(directory)  # the rewards of its parent may be others
+    events.recall(directory.metrics.last_steps(fork.step if fork else 0))
     events.start(policy.step)
     if (report := directory.metrics.last_step()) is not None:  # its driver may have been killed while it waited
         asks = run.config.approval.on_failed_queries

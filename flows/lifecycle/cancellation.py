@@ -12,16 +12,18 @@ that are about to end, after which they must be killed, and nothing is left to s
 """
 
 import asyncio
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 from uuid import UUID
 
 import httpx
+from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause, PrefectException, TerminationSignal
@@ -117,6 +119,19 @@ async def run_until(event: Coroutine[Any, Any, Event], work: Coroutine[Any, Any,
         for task in (running, watching):
             task.cancel()
         await asyncio.gather(running, watching, return_exceptions=True)
+
+
+async def run_in_thread(what: str, work: Callable[[], Result]) -> Result:
+    """Run `work` in a thread; if this is cancelled, say that `what` goes on, and await its end before anything else."""
+    thread = asyncio.get_running_loop().run_in_executor(None, copy_context().run, work)
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        get_run_logger().warning("waiting for the end of %s; kill -9 %d ends it at once", what, os.getpid())
+        while not thread.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([thread])
+        raise
 
 
 async def cancellable(work: Coroutine[Any, Any, Result]) -> Result | State:

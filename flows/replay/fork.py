@@ -10,6 +10,7 @@ from infra.history.past import link_past
 from infra.history.past_weights import History, Start
 from infra.history.reuse import check_parent
 from infra.storage.driver_lock import driver_lock
+from infra.storage.identity import claim_identity
 from infra.storage.lineage import Fork, owner_of, save_fork
 from infra.storage.runs import RunDirectory, installed_versions
 from infra.workers.inputs import has_record, record_inputs
@@ -101,13 +102,15 @@ def make_fork(fork: PlannedFork) -> None:
     """Make a fork. One that is interrupted leaves no run, as `config.json` is written last.
 
     Raises:
-        RunError: Another process makes it.
+        RunError: Another process makes it, or `checkpoint.url` or `store.url` holds what another run of its id has
+            written.
         PipelineError: What the workers raise, if updates have to be repeated.
     """
     parent, directory = fork.parent, fork.directory
     if directory.is_local:
         directory.path.mkdir(parents=True, exist_ok=True)
     with driver_lock(directory):
+        claim_identity(directory, fork.config)  # first: what is removed must be its own
         checkpoints = open_checkpoints(directory, fork.config.checkpoint)
         checkpoints.remove_all()  # of a fork that was interrupted
         save_fork(directory, fork.lineage)

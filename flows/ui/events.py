@@ -5,6 +5,7 @@ that an automation can act on them.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from math import inf
 from statistics import fmean
 from typing import ClassVar
@@ -129,14 +130,18 @@ class RunEvents:
         """Report that the run's workers are ready, after `step` finished steps."""
         self._lead((RunResumed if step else RunStarted)(**self._run, step=step))
 
+    def recall(self, reports: Iterable[StepReport]) -> None:
+        """Take up the rewards of steps that were finished before the run was resumed; they are reported already."""
+        for report in reports:
+            self._watch_reward(report)
+
     def complete_step(self, report: StepReport) -> None:
         """Report a finished step, and what its rewards show."""
         step = report.policy_version
         self._lead(StepCompleted(**self._run, step=step, seconds=report.seconds, metrics=report.metrics))
         if (fraction := report.metrics.get("reward/failed_fraction")) and step > self._num_reported:
             self._emit(RewardFailing(**self._run, step=step, failed_fraction=fraction))
-        if (reward := report.metrics.get("reward")) is not None:
-            self._watch_reward(step, reward)
+        self._watch_reward(report)
 
     def fail_query(self, step: int, failed: FailedQuery) -> None:
         """Report what a saved query says about the newest of `step` finished steps."""
@@ -163,7 +168,10 @@ class RunEvents:
         """Report the end of the run, after `step` finished steps."""
         self._emit(RunEnded(**self._run, step=step, is_complete=is_complete))
 
-    def _watch_reward(self, step: int, reward: float) -> None:
+    def _watch_reward(self, report: StepReport) -> None:
+        step, reward = report.policy_version, report.metrics.get("reward")
+        if reward is None:
+            return
         self._rewards.append(reward)
         if len(self._rewards) < WINDOW_STEPS:
             return

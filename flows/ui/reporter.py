@@ -27,6 +27,7 @@ from flows.ui.artifacts import ProgressArtifact, show_evaluation
 from flows.ui.events import RunEvents
 from flows.ui.progress import eval_lines, progress_line, variance_warning
 from infra.monitors import Monitors
+from infra.monitors.rows import step_row
 from infra.ray.worker_logs import OWN_PACKAGES
 from infra.services.local import LocalServices, deletes_flow_runs
 from infra.storage.run_files import MetricsFile
@@ -58,6 +59,7 @@ class RunReporter:
     ) -> None:
         self._run, self._progress, self._monitors, self._events = run, progress, monitors, events
         self._metrics = metrics
+        self._limits = run.config.approval.when  # until the first step
 
     async def step(self, report: StepReport) -> None:
         """Report a finished step."""
@@ -65,6 +67,14 @@ class RunReporter:
         await self._progress.show_step(report)
         self._monitors.log_step(report)
         self._events.complete_step(report)
+        values = step_row(report).values
+        for limit in self._limits:
+            if limit.metric not in values:
+                get_run_logger().warning(
+                    "approval.when: %s: step %d has no metric %s, and a step without it doesn't pause the run",
+                    *(limit, report.policy_version, limit.metric),
+                )
+        self._limits = ()
         if report.step + 1 == min(FIRST_STEPS, self._run.config.steps):
             warning = variance_warning(self._metrics.steps(), RunDirectory.of(self._run).argument)
             if warning is not None:

@@ -188,8 +188,8 @@ class CheckpointStore(CheckpointFiles):
         self.load(version, {name: tensor})
         return tensor
 
-    def retain(self, newest: int, keep_last: int, best: int | None = None) -> None:
-        """Remove all checkpoints but the newest ones and the best, and unfinished ones older than the newest.
+    def retain(self, newest: int, keep_last: int, *others: int | None) -> None:
+        """Remove all checkpoints but the newest ones and these others, and unfinished ones older than the newest.
 
         Only the process that saves (rank 0) may call this.
 
@@ -197,12 +197,12 @@ class CheckpointStore(CheckpointFiles):
             newest: The newest version that is known to be undamaged. Newer ones, such as one that is being saved, are
                 neither removed nor counted.
             keep_last: The number of newest checkpoints to keep; at least 1.
-            best: A version to keep as well.
+            others: Versions to keep as well; None stands for none.
         """
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}, expected at least 1: the newest checkpoint is always kept")
         complete = [version for version in self.complete_versions() if version <= newest]
-        kept = {*complete[-keep_last:], best}
+        kept = {*complete[-keep_last:], *others}
         for version in self.versions():
             if complete and version < complete[-1] and version not in kept:
                 self._remove(version)

@@ -4,6 +4,7 @@ from typing import Literal
 
 from infra.checkpoints import open_checkpoints
 from infra.storage.driver_lock import driver_lock
+from infra.storage.identity import owns_place
 from infra.storage.runs import RunDirectory
 from infra.stores.open import open_files
 from infra.stores.step_columns import steps_to_keep
@@ -38,12 +39,17 @@ def collect_garbage(
         dry_run: Whether to remove nothing.
 
     Raises:
-        RunError: The run is being driven, or keeps no columns on disk.
+        RunError: The run is being driven, or keeps no columns on disk, or those at `store.url` are another run's.
     """
     config = directory.config()
     if isinstance(config.store, SharedStore):
         raise RunError(f'run {directory.run_id} keeps no columns on disk: its store.kind is "shared"')
     with driver_lock(directory):
+        if config.store.url and not owns_place(directory, config.store.url):
+            raise RunError(
+                f"the columns of {directory.url} in {config.store.url} are those of another run of this id, of which "
+                "it may be a copy; give that one to gc"
+            )
         store = open_files(directory, config.store, read_only=dry_run)
         first = max(open_checkpoints(directory, config.checkpoint).complete_versions(), default=0)
         sizes = {step: size for step, size in store.bytes_by_step().items() if step < first}

@@ -46,7 +46,8 @@ class History:
         last = directory.metrics.last_step()
         self.num_done = last.step + 1 if last is not None else 0
         self._stored: FsspecColumnStore | None = None
-        self._fork = load_fork(directory)
+        fork = load_fork(directory)
+        self._first = fork.step if fork else 0  # to which no step of its own leads
         self._advice = 'a run keeps all columns with store.keep_steps = "all"'
 
     @property
@@ -72,9 +73,9 @@ class History:
                 "yet; choose a smaller one"
             )
         found = next(self._undamaged(version), None)
-        first = (self._fork.step if self._fork else 0) if found is None else found
+        first = self._first if found is None else found
         missing = sorted(set(range(first, version)) - self._kept(range(first, version)))
-        if missing or (found is None and self._fork):
+        if missing or (found is None and first):
             raise self._missing_error(version, first, missing)
         return Start(first, found is not None, tuple(self.steps(first, version)))
 
@@ -95,7 +96,7 @@ class History:
 
     def possible_versions(self) -> list[int]:
         """Return the versions whose weights can be had again, without a look for damage."""
-        bases = {*self.checkpoints.complete_versions()} | (set() if self._fork else {0})
+        bases = {*self.checkpoints.complete_versions()} | (set() if self._first else {0})
         kept = self._kept(range(self.num_done))
         found, reachable = [], False
         for version in range(self.num_done + 1):
@@ -130,11 +131,15 @@ class History:
             return set()
 
     def _missing_error(self, version: int, first: int, missing: list[int]) -> RunError:
-        lacks = f"lacks the columns of {_steps(missing)}" if missing else "has no checkpoint up to it"
+        origin = f"{'checkpoint' if first else 'version'} {first}"
+        lacks, advice = f"lacks the columns of {_steps(missing)}, which would lead to it from {origin}", self._advice
+        if not missing:
+            lacks = f"has no checkpoint up to it, not even {origin}, with which it began"
+            advice = 'a fork keeps that with store.keep_steps = "all"'
         possible = ", ".join(ranges(self.possible_versions())) or "none"
         return RunError(
-            f"version {version} of run {self.directory.run_id} can't be had again: it {lacks}, which would lead to it "
-            f"from {'checkpoint' if first else 'version'} {first}; versions that can be: {possible}; {self._advice}"
+            f"version {version} of run {self.directory.run_id} can't be had again: it {lacks}; versions that can be: "
+            f"{possible}; {advice}"
         )
 
     def _not_kept_error(self, missing: list[int]) -> RunError:

@@ -38,7 +38,7 @@ def run_id_of(identity: str) -> str:
 
 
 def claim_identity(directory: RunDirectory, config: RunConfig) -> str:
-    """Return a run's identity; the first driver makes it. Only the driver that holds the run's lock may call this.
+    """Return a run's identity, which the first caller makes; the caller holds the run's lock.
 
     A directory that was moved keeps it. A copy, whose original is still there, gets one of its own and says so: it may
     run next to the original, and touches nothing of it.
@@ -49,17 +49,14 @@ def claim_identity(directory: RunDirectory, config: RunConfig) -> str:
     record = _read(directory.folder)
     if record is None:
         record = _write(directory, new_identity(directory.run_id))
+    elif _is_copy(directory, record):
+        logger.warning(
+            "%s is a copy of the run in %s: it is a run of its own from here on, with its own workers and columns",
+            *(directory.url, record.place),
+        )
+        record = _write(directory, new_identity(directory.run_id))
     elif record.place != directory.url:
-        original = _read_elsewhere(record.place)
-        is_there = original is not None and original.identity == record.identity
-        if is_there and not _is_same(RunDirectory(record.place), directory):
-            logger.warning(
-                "%s is a copy of the run in %s: it is a run of its own from here on, with its own workers and columns",
-                *(directory.url, record.place),
-            )
-            record = _write(directory, new_identity(directory.run_id))
-        else:
-            record = _write(directory, record.identity)
+        record = _write(directory, record.identity)
     for key, url in {"checkpoint.url": config.checkpoint.url, "store.url": getattr(config.store, "url", None)}.items():
         if url:
             _claim_place(key, places.join(places.resolve(url), directory.run_id), record)
@@ -67,15 +64,17 @@ def claim_identity(directory: RunDirectory, config: RunConfig) -> str:
 
 
 def identity_of(directory: RunDirectory) -> str:
-    """Return a run's identity; before its first driver, its id, by which nothing is named yet."""
+    """Return a run's identity; before it has one, its id, by which nothing is named yet."""
     record = _read(directory.folder)
     return record.identity if record else directory.run_id
 
 
 def owns_place(directory: RunDirectory, url: str) -> bool:
     """Return whether a run's folder at a URL holds its own files, and not those of the run that it is a copy of."""
-    found = _read(open_folder(places.join(places.resolve(url), directory.run_id)))
-    return found is None or found.identity == identity_of(directory)
+    found, record = _read(open_folder(places.join(places.resolve(url), directory.run_id))), _read(directory.folder)
+    if found is None or record is None:
+        return found is None
+    return found.identity == record.identity and not _is_copy(directory, record)
 
 
 def _claim_place(key: str, place: str, record: _Record) -> None:
@@ -102,6 +101,13 @@ def _write(directory: RunDirectory, identity: str) -> _Record:
 
 def _read(folder: Folder) -> _Record | None:
     return read_record(folder, _FILE, _Record, "remove it, and the run gets a new identity")
+
+
+def _is_copy(directory: RunDirectory, record: _Record) -> bool:
+    """Return whether the run that the record was written for is another one, and still there."""
+    original = None if record.place == directory.url else _read_elsewhere(record.place)
+    is_there = original is not None and original.identity == record.identity
+    return is_there and not _is_same(RunDirectory(record.place), directory)
 
 
 def _is_same(one: RunDirectory, other: RunDirectory) -> bool:

@@ -25,6 +25,7 @@ from infra.models.assets import save_assets
 from infra.models.load import describe_adapter
 from infra.models.lora import adapter_disabled, published_weights
 from infra.ray.tracing import traced
+from infra.storage.lineage import load_fork
 from infra.weights.buckets import changing_weights, join_gather
 from infra.weights.endpoint import WeightSyncEndpoint
 from infra.weights.probe import score_probe
@@ -151,13 +152,14 @@ class PolicyCheckpoints:
         pending.wait()
         self._complete_version = pending.version
 
-    def retain(self, evals: Sequence[EvalReport]) -> int | None:
+    def retain(self, evals: Sequence[EvalReport], first: int | None = None) -> int | None:
         """Remove the checkpoints that the config doesn't keep, and return the newest complete version; for rank 0 only.
 
         A newer one that this rank has neither loaded nor saved doesn't count: it is damaged, or another group's.
 
         Args:
             evals: The reports of all versions evaluated so far: the best version's checkpoint may be kept.
+            first: A version that is kept.
         """
         pending = self._pending
         newest = pending.version if pending is not None and pending.is_complete else self._complete_version
@@ -165,7 +167,8 @@ class PolicyCheckpoints:
             return None
         complete = [version for version in self.store.complete_versions() if version <= newest]
         config = self._config.checkpoint
-        self.store.retain(newest, config.keep_last, best_version(evals, complete) if config.keep_best else None)
+        best = best_version(evals, complete) if config.keep_best else None
+        self.store.retain(newest, config.keep_last, best, first)
         return newest
 
 
@@ -424,8 +427,12 @@ class PolicyWorker(ScoringWorker):
             self._checkpoints.finish_saving()
 
     def retain(self, evals: Sequence[EvalReport]) -> int | None:
-        """Remove the checkpoints that the config doesn't keep; see `PolicyCheckpoints.retain`."""
-        return self._checkpoints.retain(evals)
+        """Remove the checkpoints that the config doesn't keep; see `PolicyCheckpoints.retain`.
+
+        Of a fork that keeps all columns, the first version stays: no steps lead to it.
+        """
+        fork = load_fork(self._directory) if self._config.store.keep_steps == "all" else None
+        return self._checkpoints.retain(evals, fork.step if fork else None)
 
     def restore(self) -> None:
         """Go back, or on, to the newest complete checkpoint: weights, optimizer, and torch's random state."""

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,7 @@ from infra.weights.endpoint import WeightSyncEndpoint
 from infra.workers.inputs import check_inputs
 from infra.workers.prompt_groups import Evaluator, GroupSampler
 from infra.workers.reuse import copy_groups, describe_groups
+from infra.workers.reward import open_model_here
 from infra.workers.reward_calls import model_opener
 from infra.workers.samples import Sample, make_shard, num_sampled, to_columns, trajectories_of
 from infra.workers.sampling import ResponseSampler
@@ -101,10 +103,13 @@ class RolloutWorker:
             return
         config = self._config
         set_threads(config.runtime.num_threads)
-        if self._store is None:  # else it is an evaluation, of any prompts
+        open_model = model_opener(self._run, self._number)
+        if self._store is None:
             check_inputs(RunDirectory.of(self._run), config)
+        else:  # it is an evaluation, of any prompts, and maybe without Ray
+            open_model = partial(open_model_here, date=config.data.date)
         self._columns = self._store or open_store(self._run)
-        self._scorer = scorer = open_reward_scorer(config.reward, model_opener(self._run, self._number))
+        self._scorer = scorer = open_reward_scorer(config.reward, open_model)
         tokenizer = load_tokenizer(config.model)
         self._prompts, held_out = load_run_prompts(config, tokenizer)
         trained = self._prompts if self._store is None else None

@@ -34,7 +34,7 @@ class MetricLimit(FrozenConfig):
     """
 
     metric: str
-    """A metric of the catalog."""
+    """A metric of the catalog that steps have, so none of `eval/`."""
 
     comparison: Literal["<", ">"]
     """The side of `value` on which the run pauses."""

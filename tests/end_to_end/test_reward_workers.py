@@ -47,6 +47,9 @@ def test_a_lost_reward_worker_scores_again(workplace: Workplace) -> None:
     again, _ = json.JSONDecoder().raw_decode(printed)  # transformers' progress bar follows
     advantages = again["steps"][0]["advantages"]  # by rounding, they differ from the run's
     assert (advantages["num_rows"], advantages["num_left_out"]) == (16, 0)
+    last = run.metrics.evals()[-1]
+    figures = f"policy version {STEPS}: accuracy {last.accuracy:.3f}, mean reward {last.reward:.3f} over 4 prompts"
+    assert figures in workplace.sluice("eval", RUN_ID)  # by the model in its own process
 
 
 def in_one_process(config: ModelReward, rows: list[dict]) -> list[float | None]:

@@ -132,6 +132,11 @@ def test_a_reward_that_can_not_be_imported(sluice: Command, path: str, message: 
     assert_rejected(sluice("train", "tiny.toml", f"reward.path={path}"), f"reward.path '{path}'", message)
 
 
+def test_a_limit_on_what_no_step_has(sluice: Command) -> None:
+    refused = sluice("train", "tiny.toml", "approval.when=['reward < 0', 'eval/accuracy < 0.3']")
+    assert_rejected(refused, "approval.when: eval/accuracy < 0.3:", "no step has it")
+
+
 def test_a_prefect_that_does_not_answer(sluice: Command) -> None:
     assert_rejected(
         sluice(

@@ -140,6 +140,19 @@ def test_a_fork_that_is_begun_again_has_nothing_of_before(parent: RunDirectory) 
     assert open_run_columns(fork).steps() == [2, 3]
 
 
+def test_a_fork_removes_nothing_of_another_run_of_its_id(parent: RunDirectory) -> None:
+    shared = f"checkpoint.url={Path.cwd()}/bucket"
+    fork = fork_of(parent, 4, "fork", shared)
+    with pytest.raises(
+        RunError, match=rf"bucket/fork is in use by the run of the same id in {fork.url}; set checkpoint"
+    ):
+        fork_of(parent, 4, "fork", shared, "runtime.runs_dir=other")
+    assert open_checkpoints(fork, fork.config().checkpoint).complete_versions() == [4]
+    Path("runs/fork/config.json").unlink()  # as of one that was interrupted
+    assert fork_of(parent, 2, "fork", shared).url == fork.url
+    assert open_checkpoints(fork, fork.config().checkpoint).complete_versions() == [2]
+
+
 @pytest.mark.parametrize("where", ["another file system", "a bucket"])
 def test_without_hard_links_the_parent_is_read_in_place(
     parent: RunDirectory, monkeypatch: pytest.MonkeyPatch, where: str

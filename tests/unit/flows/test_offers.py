@@ -1,19 +1,27 @@
 """What `sluice serve` and `sluice deploy` refuse before anything is started, and the decisions and events of a run."""
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
 from prefect.events import Event
+from prefect.logging import disable_run_logger
 
+from flows.lifecycle.cancellation import Notice
+from flows.train import _training_loop
 from flows.ui.approval import find_failed_queries
 from flows.ui.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, RunEvents, RunStarted, StepCompleted
+from flows.ui.reporter import RunReporter
+from infra.monitors import Monitors
 from infra.storage.folder import Folder
+from infra.storage.lineage import Fork, save_fork
 from infra.storage.run_files import Decision, DecisionsFile
+from infra.storage.runs import RunDirectory
 from schemas.config.load import load_config
 from schemas.config.runtime import ApprovalConfig, MetricLimit
 from schemas.errors import ConfigError
-from schemas.step import FailedQuery, RunHandle, StepReport
+from schemas.step import FailedQuery, PolicyHandle, RunHandle, StepReport
 from tests.support.command import assert_rejected, make_command
 from tests.support.configs import config_toml
 from tests.support.small_run import make_small_run
@@ -107,14 +115,16 @@ def emitted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     return found
 
 
+def report_of(step: int, reward: float) -> StepReport:
+    metrics = {"reward": reward, "tokens": 8.0}
+    return StepReport(step=step, policy_version=step + 1, metrics=metrics, seconds=1.0, seconds_by_phase={})
+
+
 def collapse(events: RunEvents, rewards: tuple[float, float] = (0.8, 0.0)) -> None:
     """Report a run whose reward collapses after `WINDOW_STEPS` steps, and which then ends."""
     events.start(0)
     for step, reward in enumerate(reward for reward in rewards for _ in range(WINDOW_STEPS)):
-        report = StepReport(
-            step=step, policy_version=step + 1, metrics={"reward": reward}, seconds=1.0, seconds_by_phase={}
-        )
-        events.complete_step(report)
+        events.complete_step(report_of(step, reward))
         events.save_checkpoint(step + 1)
     events.end(2 * WINDOW_STEPS, is_complete=True)
 
@@ -134,6 +144,57 @@ def test_a_collapse_of_the_reward_is_reported_once(emitted: list[Event]) -> None
     assert RewardCollapsed.event not in {event.event for event in emitted}
 
 
+class Ended(Exception):
+    """Ends a driver in a test."""
+
+
+@pytest.mark.parametrize(
+    ("num_done", "of_parent", "collapsed"),
+    [
+        (15, 0, [(21, 0.8)]),  # of ten steps, the sixth with 0.1 brings the mean below half
+        (25, 0, []),  # it was reported before
+        (15, 15, []),  # in a fork, whose reward may be another function
+    ],
+)
+def test_a_resumed_run_knows_the_best_reward_of_its_own_steps(
+    tmp_path: Path,
+    emitted: list[Event],
+    monkeypatch: pytest.MonkeyPatch,
+    num_done: int,
+    of_parent: int,
+    collapsed: list[tuple[int, float]],
+) -> None:
+    reports = [report_of(step, 0.8 if step < 15 else 0.1) for step in range(35)]
+
+    async def start_workers(run: RunHandle) -> None:
+        """Start none."""
+
+    async def reconcile(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
+        return PolicyHandle(run_id="demo", version=num_done, incarnation="")
+
+    async def end(*_: object) -> None:
+        raise Ended
+
+    monkeypatch.setattr("flows.train._start_workers", start_workers)
+    monkeypatch.setattr("flows.train.reconcile", reconcile)
+    monkeypatch.setattr("flows.train.record_event", lambda *_: None)
+    monkeypatch.setattr("flows.train.ProgressArtifact.create", end)
+    directory = make_small_run(tmp_path)
+    if of_parent:
+        save_fork(directory, Fork(parent="elsewhere", run_id="other", step=of_parent, changes={}))
+    for report in reports[:num_done]:
+        directory.metrics.append_step(report)
+    config = directory.config()
+    run = RunHandle(run_id="demo", identity="demo", directory=directory.url, config=config, store_incarnation="a")
+    events = RunEvents("demo", directory.runs_dir, num_reported=num_done)
+    with disable_run_logger(), pytest.raises(Ended):
+        asyncio.run(_training_loop(run, directory, Monitors("demo", []), events, Notice(1)))
+    for report in reports[num_done:]:
+        events.complete_step(report)
+    found = [event.payload for event in emitted if event.event == RewardCollapsed.event]
+    assert [(payload["step"], round(payload["best_reward"], 6)) for payload in found] == collapsed
+
+
 def test_a_lost_event_delays_no_later_step(emitted: list[Event]) -> None:
     collapse(RunEvents("run", "runs"))
     leader = None
@@ -143,3 +204,25 @@ def test_a_lost_event_delays_no_later_step(emitted: list[Event]) -> None:
             leader = event.id
         else:
             assert event.follows == leader
+
+
+def test_a_limit_on_a_metric_that_the_first_step_lacks_is_warned_of(
+    tmp_path: Path, emitted: list[Event], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Progress:
+        """Stands for the artifact in Prefect."""
+
+        async def show_step(self, report: StepReport) -> None:
+            """Show nothing."""
+
+    monkeypatch.setattr("flows.ui.reporter.get_run_logger", logging.getLogger)
+    directory = make_small_run(tmp_path)
+    when = tuple(map(MetricLimit.model_validate, ("kl > 0.2", "reward < 0.1", "step/seconds > 9")))
+    config = directory.config().replace(approval=ApprovalConfig(when=when))
+    run = RunHandle(run_id="demo", identity="demo", directory=directory.url, config=config, store_incarnation="a")
+    events = RunEvents("demo", directory.runs_dir)
+    reporter = RunReporter(run, Progress(), Monitors("demo", []), events, directory.metrics)  # type: ignore[arg-type]
+    for step in (6, 7):
+        asyncio.run(reporter.step(report_of(step, 0.5)))
+    (warned,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warned.startswith("approval.when: kl > 0.2: step 7 has no metric kl")

@@ -1,12 +1,19 @@
 """Plans of pipelines: what is refused before anything starts, the best run of a sweep, the gate, a changed file."""
 
+import asyncio
+import logging
+import os
+import threading
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from flows.pipeline import _failures, _find_best
+from flows.pipeline import _failures, _find_best, run_stages
 from flows.pipeline_plan import PipelinePlan, _check_unchanged, load_pipeline, plan_pipeline
+from infra.storage.driver_lock import file_lock
 from infra.storage.runs import RunDirectory
 from schemas.errors import PipelineError, QueryError, RunError
 from schemas.step import EvalReport, RunSummary
@@ -183,6 +190,59 @@ def test_a_gate_says_what_is_missing(folder: Path, gate: dict[str, object], fail
     failed = _failures(plan, {"sft": plan.runs["sft"][0], "grpo": run}, accuracy=0.7, gain=0.6)
     assert len(failed) == (failure is not None)
     assert failure is None or failure in failed[0]
+
+
+@pytest.mark.parametrize(
+    ("work", "is_exported", "named"),
+    [
+        ("flows.export.export_run", False, "the export to models/pipe/one/grpo"),
+        ("flows.evaluate.evaluate_model", True, "the gate's evaluation"),
+    ],
+)
+def test_a_pipeline_that_is_cancelled_keeps_its_lock_until_its_thread_ends(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    work: str,
+    is_exported: bool,
+    named: str,
+) -> None:
+    plan = planned("stages.grpo.sweep={}", "gate={min_accuracy=0.0,data_path='eval.parquet'}")
+    for name in ("sft", "grpo")[: 1 + is_exported]:
+        plan.model_of(name).mkdir(parents=True)
+    finish(plan.runs["grpo"][0].directory, plan, (0.1, 0.7))
+    lock = partial(file_lock, plan.folder / "driver.lock", "pipeline one", "wait")
+    is_begun, is_cancelled, refused = threading.Event(), threading.Event(), list[str]()
+
+    async def cancel() -> None:
+        def block(*_: object, **__: object) -> None:
+            is_begun.set()
+            is_cancelled.wait()
+            for _ in range(10):  # turns of the event loop, in the first of which it would have ended
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+            with pytest.raises(RunError) as error, lock():
+                pass
+            refused.append(str(error.value))
+
+        monkeypatch.setattr(work, block)
+        loop, pipeline = asyncio.get_running_loop(), asyncio.ensure_future(run_stages(plan))
+        await asyncio.to_thread(is_begun.wait)
+        for _ in range(2):  # as by the UI, and by Ctrl-C after that
+            pipeline.cancel()
+            await asyncio.sleep(0)
+        is_cancelled.set()
+        with pytest.raises(asyncio.CancelledError):
+            await pipeline
+
+    in_place = SimpleNamespace(materializing=lambda *_: in_place.work)  # of a task of Prefect's
+    monkeypatch.setattr("flows.export.operation", lambda _: lambda work: setattr(in_place, "work", work) or in_place)
+    for module in ("pipeline", "lifecycle.cancellation"):
+        monkeypatch.setattr(f"flows.{module}.get_run_logger", logging.getLogger)
+    asyncio.run(cancel())
+    assert ["is being driven by process" in each for each in refused] == [True]
+    assert f"waiting for the end of {named}; kill -9 {os.getpid()} ends it at once" in caplog.text
+    with lock():
+        pass
 
 
 @pytest.mark.parametrize("key", ["min_accuracy", "min_gain"])

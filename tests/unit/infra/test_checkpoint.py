@@ -194,7 +194,7 @@ def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
         save(store, version)
     Path(store.path(3), "manifest.json").unlink()  # left by a kill
     Path(store.path(9)).mkdir()  # being written by another process
-    store.retain(6, 2, best=2)
+    store.retain(6, 2, None, 2)
     assert store.complete_versions() == [2, 5, 6]
     assert [Path(store.path(version)).exists() for version in (3, 9)] == [False, True]
     store.retain(6, 1)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -28,14 +29,17 @@ from infra.models.load import describe_adapter, load_model
 from infra.models.lora import merged_weights
 from infra.storage.runs import RunDirectory
 from infra.stores.chunk_index import MemoryStore
+from infra.workers.reward import open_model_here
 from infra.workers.rollout import RolloutWorker
+from rl_core.rewards import RewardItem
 from schemas.config.data import DataConfig
 from schemas.config.model import LoraConfig, ModelConfig
+from schemas.config.reward import ModelReward, WeightedReward
 from schemas.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
 from schemas.step import EvalReport, RunHandle
 from tests.support.configs import run_config
 from tests.support.policies import load_policy
-from tests.support.tiny import make_tiny_data, make_tiny_model
+from tests.support.tiny import make_tiny_data, make_tiny_model, make_tiny_reward_model
 from tests.support.weight_tensors import load_state
 
 IDS = torch.arange(40, 60)[None]
@@ -313,3 +317,26 @@ def test_an_evaluation_needs_no_training_prompts(base: Path, tmp_path: Path, mon
     run.write_config(run.config().replace(data=run.config().data.replace(sources=DataConfig(sources=sources).sources)))
     with pytest.raises(DataError, match=r"gone.jsonl: no such file; .* it tells which one a row has"):
         evaluate_run(run, str(held_out), 2)
+
+
+def test_an_evaluation_scores_by_a_reward_model_without_ray(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, line = tmp_path / "seen.jsonl", "json.dumps([prompt, [completion], answer, info])"
+    (tmp_path / "text_reward.py").write_text(
+        "import json\n\ndef score(prompt, completion, answer, info):\n"
+        f"    with open({str(seen)!r}, 'a') as file:\n        print({line}, file=file)\n    return 0.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run = make_run(tmp_path, ModelConfig(path=str(base)))
+    save_version(run, 1)
+    evaluate_run(run, None, None)
+    model = ModelReward(path=str(make_tiny_reward_model(tmp_path / "liked")), max_tokens=200)
+    items = [RewardItem(*json.loads(each)) for each in seen.read_text().splitlines()]
+    with closing(open_model_here(model)) as scorer:
+        expected = [outcome.group[0].reward for outcome in scorer.score(items)]
+    for reward in (model, WeightedReward.model_validate({"parts": {"liked": {"reward": model}}})):
+        run.write_config(run.config().replace(reward=reward))
+        report = evaluate_run(run, None, None)
+        assert (report.num_prompts, report.num_failed) == (3, 0)
+        assert report.reward == pytest.approx(fmean(expected))

@@ -1,5 +1,6 @@
 """What of a run's past steps is kept."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from infra.checkpoints.store import CheckpointStore
 from infra.history.garbage import collect_garbage
 from infra.storage.driver_lock import driver_lock
+from infra.storage.identity import claim_identity
 from infra.storage.runs import RunDirectory
 from infra.stores.step_columns import steps_to_keep
 from schemas.config.data import ReuseConfig
@@ -72,3 +74,16 @@ def test_a_run_that_works_or_keeps_nothing_is_left_alone(run: RunDirectory, tmp_
     with pytest.raises(RunError, match="keeps no columns on disk"):
         collect_garbage(shared, 0, None, dry_run=False)
     assert columns_of(run).steps() == [2, 3, 4, 5]
+
+
+def test_a_copy_leaves_the_columns_of_its_original_alone(run: RunDirectory, tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    shutil.copytree(run.columns, bucket / "demo")
+    run.write_config(run.config().replace(store=run.config().store.replace(url=str(bucket))))
+    claim_identity(run, run.config())
+    copy = RunDirectory(shutil.copytree(run.path, tmp_path / "copies" / "demo"))
+    with pytest.raises(RunError, match=rf"columns of {copy.url} in {bucket} are those of another run of this id"):
+        collect_garbage(copy, 0, None, dry_run=False)
+    assert collect_garbage(run, 2, None, dry_run=False).steps == (2,)
+    shutil.rmtree(run.path)
+    assert collect_garbage(copy, 1, None, dry_run=False).steps == (3,)  # it was moved

@@ -77,6 +77,7 @@ def test_a_place_that_two_runs_are_given_is_refused_to_the_second(run: RunDirect
     claim_identity(run, config)
     claim_identity(run, config)
     copy = RunDirectory(shutil.copytree(run.path, tmp_path / "other" / "demo"))
+    assert not owns_place(copy, shared)
     with pytest.raises(
         RunError, match=rf"bucket/demo is in use by the run .* in {run.url}; set {key} to another place"
     ):

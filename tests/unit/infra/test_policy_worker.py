@@ -4,6 +4,7 @@ import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from infra.checkpoints.state import policy_tensors
+from infra.checkpoints.store import open_checkpoints
+from infra.storage.lineage import Fork, save_fork
+from infra.storage.runs import RunDirectory
 from infra.stores.chunk_index import MemoryStore
 from infra.workers.policy import PolicyWorker
 from infra.workers.rollout import RolloutWorker
@@ -23,6 +28,7 @@ from rl_core.views import decode_ints, new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.config.loss import TruncatedCorrection
 from schemas.config.model import LoraConfig
+from schemas.config.store import TieredStore
 from schemas.errors import NonFiniteError, VersionError
 from schemas.metrics import values
 from schemas.plan import ForwardPlan, StepPlan
@@ -109,6 +115,22 @@ def test_before_an_update_policy_reference_and_sampler_agree(run: RunHandle, sto
     behavior, reference, sampler = map(flat_values, columns.columns)
     assert np.array_equal(behavior, reference)
     assert np.abs(behavior - sampler).max() < 1e-5
+
+
+@pytest.mark.parametrize(("keep_steps", "kept"), [("all", [3, 5, 6]), (1, [5, 6])])
+def test_a_fork_that_keeps_all_steps_keeps_the_checkpoint_that_it_began_with(
+    run: RunHandle, store: MemoryStore, keep_steps: Literal["all"] | int, kept: list[int]
+) -> None:
+    run = run.replace(config=run.config.replace(store=TieredStore(keep_steps=keep_steps)))
+    directory = RunDirectory.of(run)
+    save_fork(directory, Fork(parent="runs/parent", run_id="parent", step=3, changes={}))
+    worker, checkpoints = started(run, store), open_checkpoints(directory, run.config.checkpoint)
+    tensors = policy_tensors(worker._module.model, worker._trainer.optimizer)
+    for version in (3, 4, 5, 6):
+        checkpoints.save(version, tensors, num_updates=version, report=None).wait()
+    worker.restore()
+    assert worker.retain([]) == 6
+    assert checkpoints.complete_versions() == kept
 
 
 def test_an_update_is_applied_once_and_reported_again(run: RunHandle, store: MemoryStore) -> None:
