@@ -73,7 +73,7 @@ def serve(console: Console, request: Request, limit: int) -> None:
     Raises:
         UserError: A config, the schedule or a service is refused; nothing was started.
     """
-    schedule, services = _check(console, request)
+    schedule, (services, *_) = _check(console, request)
     os.environ.update(RUN_ENVIRONMENT)
     with prefect_session(services, console):
         offers = [*config_offers(request.configs, request.overrides, schedule), *OTHER_OFFERS]
@@ -109,8 +109,8 @@ def deploy(console: Console, request: Request, work_pool: str, image: str | None
             f"--notify, --evaluate and --export-to are for runs, and {pipelines[0]} is a pipeline; leave them out, or "
             "deploy it on its own"
         )
-    with prefect_session(services, console):
-        asyncio.run(_deploy(console, request, schedule, work_pool, image, reactions))
+    with prefect_session(services[0], console):
+        asyncio.run(_deploy(console, request, schedule, services, work_pool, image, reactions))
         console.print(f"start a worker, if none runs: prefect worker start --pool {work_pool}", highlight=False)
 
 
@@ -118,6 +118,7 @@ async def _deploy(
     console: Console,
     request: Request,
     schedule: Schedule | None,
+    services: Sequence[ServicesConfig],
     work_pool: str,
     image: str | None,
     reactions: Reactions,
@@ -126,10 +127,11 @@ async def _deploy(
         settings = _settings(await _find_pool(client, work_pool), image)
         block = await find_block(client, reactions.notify) if reactions.notify else None
     others = {offer.flow.name: await _apply(console, offer, settings) for offer in OTHER_OFFERS}
-    for offer in config_offers(request.configs, request.overrides, schedule):
+    offers = config_offers(request.configs, request.overrides, schedule)
+    for offer, own in zip(offers, services, strict=True):
         automations = Automations(offer.name, await _apply(console, offer, settings))
         await automations.resume_when_crashed()
-        await automations.crash_when_silent(HEARTBEAT_SECONDS)
+        await automations.crash_when_silent(HEARTBEAT_SECONDS, own.prefect_patience_seconds)
         if offer.flow is not entrypoints.pipeline:  # whose runs are no flow runs of the deployment
             await _automate(automations, reactions, block, others)
 
@@ -186,8 +188,10 @@ def _settings(pool: WorkPool, image: str | None) -> dict[str, Any]:
     return {"work_pool_name": pool.name, "job_variables": {"env": environment, **place}}
 
 
-def _check(console: Console, request: Request, *, evaluates: bool = False) -> tuple[Schedule | None, ServicesConfig]:
-    """Check schedule and configs; return the schedule, and the services of the first config."""
+def _check(
+    console: Console, request: Request, *, evaluates: bool = False
+) -> tuple[Schedule | None, list[ServicesConfig]]:
+    """Check schedule and configs; return the schedule, and the services of each config."""
     schedule = parse_schedule(request.cron, request.timezone)
     configs = load_configs(request.configs, request.overrides)
     from flows.preflight import check  # not at the top: torch is imported with it
@@ -201,4 +205,4 @@ def _check(console: Console, request: Request, *, evaluates: bool = False) -> tu
             if evaluates and config.data.eval_path is None:
                 raise ConfigError(f"--evaluate: {name} has no data.eval_path; set it, or leave --evaluate out")
             check(config)
-    return schedule, next(iter(configs.values())).services
+    return schedule, [config.services for config in configs.values()]

@@ -48,15 +48,20 @@ class Automations:
         )
         await self._create("resume", trigger, action)
 
-    async def crash_when_silent(self, heartbeat_seconds: float) -> None:
-        """Mark a flow run as crashed when its heartbeats stop: its machine, which should have reported it, is gone."""
+    async def crash_when_silent(self, heartbeat_seconds: float, patience_seconds: float) -> None:
+        """Mark a flow run as crashed when its heartbeats stop: its machine, which should have reported it, is gone.
+
+        Args:
+            heartbeat_seconds: Between two heartbeats.
+            patience_seconds: How long the run goes on without the Prefect server, which then lacks its heartbeats.
+        """
         ended = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed", "Suspended")}
         trigger = self._trigger(
             expect={"prefect.flow-run.heartbeat", "prefect.flow-run.AwaitingRetry", *ended},
             after={"prefect.flow-run.heartbeat"},
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
-            within=timedelta(seconds=HEARTBEATS_MISSED * heartbeat_seconds),
+            within=timedelta(seconds=patience_seconds + HEARTBEATS_MISSED * heartbeat_seconds),
         )
         action = ChangeFlowRunState(state=StateType.CRASHED, message="no heartbeat: its process is gone")
         await self._create("silent", trigger, action)

@@ -134,7 +134,7 @@ def resumed(deployed: Deployed, collapsed: UUID) -> UUID:
 
 @pytest.fixture(scope="module")
 def scheduled(deployed: Deployed, resumed: UUID) -> UUID:
-    """A flow run that the schedule has started for the same run, and that waits for the slot."""
+    """A flow run that the schedule has started for the same run, and that waits for the end of its driver."""
     run = deployed.run_of(resumed)
     steps = run.num_done + 3  # one of them may be in progress
     deployed.schedule("* * * * *", overrides=[f"steps={steps}", *TRAINED], run_id=run.run_id)
@@ -145,10 +145,10 @@ def scheduled(deployed: Deployed, resumed: UUID) -> UUID:
         ]
 
     deployed.wait_for(lambda: bool(due()))
-    deployed.pause()  # before the next one is due, which might be given the slot first
+    deployed.pause()  # before the next one is due, which might drive the run first
     (flow_run,) = due()
-    state = deployed.wait_for_state(flow_run, "Queued", "Completed", "Failed", "Crashed").state
-    assert "pool 'default'" in (state.message or "")
+    deployed.wait_for(lambda: deployed.has_logged(flow_run, "another process drives"))
+    assert deployed.flow_run(flow_run).state_name == "Running"
     return flow_run
 
 
@@ -181,6 +181,14 @@ def test_parameters_are_flat_and_described(deployed: Deployed) -> None:
     assert all(entry["description"] for entry in properties.values())
     with pytest.raises(PrefectHTTPStatusError, match="steps"):
         deployed.start("train/tiny", overrides="steps")
+
+
+def test_a_run_waits_for_a_slot_of_its_pool(deployed: Deployed, paused: UUID) -> None:
+    waiting = deployed.start("train/tiny")
+    state = deployed.wait_for_state(waiting, "Queued", "Completed", "Failed", "Crashed").state
+    assert "pool 'default'" in (state.message or "")
+    deployed.place.ask(lambda client: client.set_flow_run_state(waiting, Cancelling()))
+    assert deployed.wait_for_state(waiting, "Cancelled", "Completed", "Failed").state_name == "Cancelled"
 
 
 def test_a_paused_run_goes_on_as_decided(deployed: Deployed, decided: UUID) -> None:

@@ -1,0 +1,103 @@
+"""What `sluice deploy` creates on a real Prefect server, and deployed flows that find a run in another state."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.automations import Automation
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.deployments import entrypoints
+from infra.storage.driver_lock import is_driven
+from infra.storage.runs import RunDirectory
+from schemas.config.load import load_config
+from schemas.step import RunSummary
+from tests.support.commands import sluice_in_turn
+from tests.support.workplace import Workplace
+
+pytestmark = pytest.mark.extended
+
+POOL = "gpus"
+HOLDER = """
+import fcntl, sys
+
+with open(sys.argv[1], "a") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def deployed(workplace: Workplace) -> list[tuple[int, str]]:
+    """The exit codes and outputs of `sluice deploy`."""
+    workplace.services.start(prefect=True, ray=False)
+    workplace.ask(lambda client: client.create_work_pool(WorkPoolCreate(name=POOL, type="process")))
+    return sluice_in_turn(workplace, ("deploy", "tiny.toml", "--pool", POOL))
+
+
+@pytest.fixture
+def api(workplace: Workplace, deployed: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(workplace.folder)
+    with temporary_settings({PREFECT_API_URL: workplace.services.prefect_api_url}):
+        yield
+
+
+def test_a_run_that_can_wait_for_the_server_is_not_marked_as_crashed(
+    deployed: list[tuple[int, str]], api: None
+) -> None:
+    assert deployed[0][0] == 0, deployed
+    patience = load_config(Path("tiny.toml")).services.prefect_patience_seconds
+    silent = Automation.read(name="sluice: tiny: silent")
+    assert silent.trigger.within.total_seconds() == patience + 90  # three heartbeats
+
+
+def test_a_second_process_of_a_living_run_waits_for_its_end(api: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory.create(load_config(Path("tiny.toml")), "living")
+    looks = []
+
+    def look(directory: RunDirectory) -> bool:
+        looks.append(is_driven(directory))
+        return looks[-1]
+
+    monkeypatch.setattr(entrypoints, "is_driven", look)
+    monkeypatch.setattr(entrypoints, "POLL_SECONDS", 0.05)
+    arguments = [sys.executable, "-c", HOLDER, str(run.path / "driver.lock")]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        driver.stdout.readline()
+
+        async def call() -> str:
+            second = asyncio.ensure_future(entrypoints.train("tiny.toml", run_id="living", return_state=True))
+            while len(looks) < 3 and not second.done():
+                await asyncio.sleep(0.01)
+            assert not second.done()
+            run.write_summary(summary(run))
+            driver.stdin.close()
+            return str((await second).message)
+
+        assert asyncio.run(call()) == "run living was complete already: 2 of 2 steps"
+    assert looks[:2] == [True, True]
+    assert not looks[-1]
+
+
+def summary(run: RunDirectory) -> RunSummary:
+    """Return the summary of a run that is complete."""
+    return RunSummary(
+        run_id=run.run_id,
+        steps=run.config().steps,
+        reward_first=0.0,
+        reward_last=0.0,
+        accuracy_before=None,
+        accuracy_after=None,
+        seconds=1.0,
+        tokens_per_second=1.0,
+        seconds_by_phase={},
+        store_bytes_at_end=0,
+        prefect_ui="",
+    )
