@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from flows.deployments import entrypoints
 from flows.deployments.automations import Automations, find_block
-from flows.deployments.register import OTHER_OFFERS, Offer, config_offers, load_configs, parse_schedule
+from flows.deployments.register import COMMON, Offer, config_offers, load_configs, other_offers, parse_schedule
 from flows.lifecycle.secrets import take_secrets
 from flows.lifecycle.session import prefect_session
 from flows.pipeline_plan import PipelinePlan, check_pipeline, is_pipeline
@@ -76,11 +77,12 @@ def serve(console: Console, request: Request, limit: int) -> None:
     schedule, (services, *_) = _check(console, request)
     os.environ.update(RUN_ENVIRONMENT)
     with prefect_session(services, console):
-        offers = [*config_offers(request.configs, request.overrides, schedule), *OTHER_OFFERS]
+        offers = [*config_offers(request.configs, request.overrides, schedule), *other_offers(COMMON)]
         asyncio.run(_serve(console, offers, limit))
 
 
 async def _serve(console: Console, offers: Sequence[Offer], limit: int) -> None:
+    await _require_own(offers, {})
     runner = Runner(limit=limit)
     for offer in offers:
         await runner.aadd_flow(offer.flow, **offer.arguments())
@@ -126,14 +128,35 @@ async def _deploy(
     async with get_client() as client:
         settings = _settings(await _find_pool(client, work_pool), image)
         block = await find_block(client, reactions.notify) if reactions.notify else None
-    others = {offer.flow.name: await _apply(console, offer, settings) for offer in OTHER_OFFERS}
     offers = config_offers(request.configs, request.overrides, schedule)
+    await _require_own(offers, settings)
+    others = {offer.flow.name: await _apply(console, offer, settings) for offer in other_offers(work_pool)}
     for offer, own in zip(offers, services, strict=True):
-        automations = Automations(offer.name, await _apply(console, offer, settings))
+        automations = Automations(offer.full_name, await _apply(console, offer, settings), settings["job_variables"])
         await automations.resume_when_crashed()
         await automations.crash_when_silent(HEARTBEAT_SECONDS, own.prefect_patience_seconds)
         if offer.flow is not entrypoints.pipeline:  # whose runs are no flow runs of the deployment
             await _automate(automations, reactions, block, others)
+
+
+async def _require_own(offers: Sequence[Offer], settings: Mapping[str, Any]) -> None:
+    """Check that no deployment of another work pool or folder would be replaced, with its schedule.
+
+    Raises:
+        ConfigError: One would be.
+    """
+    own = settings.get("work_pool_name"), settings.get("job_variables", {}).get("working_dir")
+    async with get_client() as client:
+        for offer in offers:
+            with suppress(ObjectNotFound):
+                found = await client.read_deployment_by_name(offer.full_name)
+                theirs = found.work_pool_name, found.job_variables.get("working_dir")
+                if theirs != own:
+                    raise ConfigError(
+                        f"the Prefect server has a deployment {offer.full_name} of the work pool {theirs[0]}, folder "
+                        f"{theirs[1]}, which would be replaced, with its schedule; rename the file, or delete that "
+                        f"one: prefect deployment delete {offer.full_name}"
+                    )
 
 
 async def _apply(console: Console, offer: Offer, settings: Mapping[str, Any]) -> UUID:

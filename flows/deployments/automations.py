@@ -1,6 +1,7 @@
 """The automations of a deployment: what Prefect does when a run stalls, crashes, saves a checkpoint or collapses."""
 
 from datetime import timedelta
+from typing import Any
 from uuid import UUID
 
 from prefect.automations import Automation
@@ -21,12 +22,13 @@ class Automations:
     """The automations of one train deployment; creating them again replaces them.
 
     Args:
-        name: The deployment's name, which begins the names of its automations.
+        name: The deployment's full name, which begins the names of its automations.
         deployment: Its id.
+        job_variables: Its job variables: what the automations run, runs in its folder, with its Python or image.
     """
 
-    def __init__(self, name: str, deployment: UUID) -> None:
-        self._name, self._deployment = name, deployment
+    def __init__(self, name: str, deployment: UUID, job_variables: dict[str, Any]) -> None:
+        self._name, self._deployment, self._job_variables = name, deployment, job_variables
 
     async def notify_when_stalled(self, minutes: float, block: UUID) -> None:
         """Send a notification if a run has finished no step for some minutes and has not ended."""
@@ -75,7 +77,12 @@ class Automations:
             parameters: Further parameters; `{{ event.payload.step }}` in them is the checkpoint's version.
         """
         run = {"run": "{{ event.payload.run_id }}", "runs_dir": "{{ event.payload.runs_dir }}"}
-        action = RunDeployment(source="selected", deployment_id=deployment, parameters={**run, **parameters})
+        action = RunDeployment(
+            source="selected",
+            deployment_id=deployment,
+            parameters={**run, **parameters},
+            job_variables=self._job_variables,
+        )
         await self._create(what, self._trigger(expect={CheckpointSaved.event}), action)
 
     async def suspend_on_collapse(self) -> None:

@@ -19,7 +19,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 
 TAG = "sluice"
-COMMON = "sluice"  # the name of the deployments that are not of one config
+COMMON = "sluice"  # the name of the deployments of `sluice serve` that are not of one config
 
 
 class Offer(NamedTuple):
@@ -39,9 +39,14 @@ class Offer(NamedTuple):
         """Return all arguments but the flow."""
         return {"name": self.name, "tags": [TAG], "entrypoint_type": EntrypointType.MODULE_PATH, **self.settings}
 
+    @property
+    def full_name(self) -> str:
+        """The name by which the Prefect server knows it."""
+        return f"{self.flow.name}/{self.name}"
+
     def __str__(self) -> str:
         schedule = self.settings.get("schedule")
-        return f"{self.flow.name}/{self.name}{f', cron {schedule.cron!r}' if schedule else ''}"
+        return f"{self.full_name}{f', cron {schedule.cron!r}' if schedule else ''}"
 
 
 def parse_schedule(cron: str | None, timezone: str) -> Schedule | None:
@@ -105,4 +110,8 @@ def config_offers(configs: Sequence[str], overrides: Sequence[str], schedule: Sc
 _OTHERS = (entrypoints.evaluate, entrypoints.export, entrypoints.prepare_data)
 # One run of each at a time, and no process for those that wait: a run may save a checkpoint after each step.
 _ONE_AT_A_TIME = {"concurrency_limit": ConcurrencyLimitConfig(limit=1, collision_strategy="ENQUEUE")}
-OTHER_OFFERS = tuple(Offer(flow, COMMON, _ONE_AT_A_TIME) for flow in _OTHERS)
+
+
+def other_offers(name: str) -> list[Offer]:
+    """Return an offer of each of the other flows, all of one name."""
+    return [Offer(flow, name, _ONE_AT_A_TIME) for flow in _OTHERS]

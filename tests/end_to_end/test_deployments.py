@@ -67,7 +67,7 @@ def deployed(workplace: Workplace, notified: tuple[str, list[str]]) -> Iterator[
         assert refused[0] == 2
         assert all(part in refused[1] for part in parts), refused
     assert exit_code == 0, printed
-    for name in (f"train/tiny, cron {LEAP_DAY!r}", "evaluate/sluice", "export/sluice", "prepare-data/sluice"):
+    for name in (f"train/tiny, cron {LEAP_DAY!r}", f"evaluate/{POOL}", f"export/{POOL}", f"prepare-data/{POOL}"):
         assert f"deployment {name}" in printed
     often = {"PREFECT_WORKER_QUERY_SECONDS": "3"}
     worker = workplace.prefect("worker", "start", "--pool", POOL, environment=often)
@@ -210,7 +210,7 @@ def test_a_run_that_crashed_and_was_suspended_and_cancelled_is_brought_to_its_en
 def test_its_checkpoint_is_evaluated_and_exported(deployed: Deployed, completed: Run, flow: str) -> None:
     name = f"{flow}-{completed.run_id}"
     deployed.wait_for(
-        lambda: any(found.name == name and found.state_name == "Completed" for found in deployed.flow_runs("sluice"))
+        lambda: any(found.name == name and found.state_name == "Completed" for found in deployed.flow_runs(POOL))
     )
     if flow == "export":
         exported = f"{completed.run_id}-{completed.config().steps}"

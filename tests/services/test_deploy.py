@@ -17,11 +17,11 @@ from infra.storage.runs import RunDirectory
 from schemas.config.load import load_config
 from schemas.step import RunSummary
 from tests.support.commands import sluice_in_turn
-from tests.support.workplace import Workplace
+from tests.support.workplace import Command, Workplace
 
 pytestmark = pytest.mark.extended
 
-POOL = "gpus"
+POOL, OTHER_POOL = "gpus", "others"
 HOLDER = """
 import fcntl, sys
 
@@ -36,8 +36,15 @@ with open(sys.argv[1], "a") as file:
 def deployed(workplace: Workplace) -> list[tuple[int, str]]:
     """The exit codes and outputs of `sluice deploy`."""
     workplace.services.start(prefect=True, ray=False)
-    workplace.ask(lambda client: client.create_work_pool(WorkPoolCreate(name=POOL, type="process")))
-    return sluice_in_turn(workplace, ("deploy", "tiny.toml", "--pool", POOL))
+    for pool in (POOL, OTHER_POOL):
+        workplace.ask(lambda client, pool=pool: client.create_work_pool(WorkPoolCreate(name=pool, type="process")))
+    (workplace.folder / "other.toml").symlink_to("tiny.toml")
+    return sluice_in_turn(
+        workplace,
+        ("deploy", "tiny.toml", "--pool", POOL, "--evaluate", "--export-to", "exports"),
+        ("deploy", "tiny.toml", "--pool", OTHER_POOL),
+        ("deploy", "other.toml", "--pool", OTHER_POOL),
+    )
 
 
 @pytest.fixture
@@ -52,7 +59,7 @@ def test_a_run_that_can_wait_for_the_server_is_not_marked_as_crashed(
 ) -> None:
     assert deployed[0][0] == 0, deployed
     patience = load_config(Path("tiny.toml")).services.prefect_patience_seconds
-    silent = Automation.read(name="sluice: tiny: silent")
+    silent = Automation.read(name="sluice: train/tiny: silent")
     assert silent.trigger.within.total_seconds() == patience + 90  # three heartbeats
 
 
@@ -81,9 +88,31 @@ def test_a_second_process_of_a_living_run_waits_for_its_end(api: None, monkeypat
             driver.stdin.close()
             return str((await second).message)
 
-        assert asyncio.run(call()) == "run living was complete already: 2 of 2 steps"
+        assert asyncio.run(call()) == "run living was complete already: 4 of 4 steps"
     assert looks[:2] == [True, True]
     assert not looks[-1]
+
+
+def test_a_deployment_of_another_pool_or_folder_is_not_replaced(
+    workplace: Workplace, deployed: list[tuple[int, str]], api: None, tmp_path: Path
+) -> None:
+    refused = f"deployment train/tiny of the work pool {POOL}, folder {workplace.folder}, which would be replaced"
+    assert [code for code, _ in deployed] == [0, 2, 0], deployed
+    assert refused in " ".join(deployed[1][1].split())
+    for name in ("tiny.toml", "model", "train.parquet", "eval.parquet", "tiny_rewards.py"):
+        (tmp_path / name).symlink_to(workplace.folder / name)
+    elsewhere = Command(
+        workplace,
+        *("-P", "-m", "flows.cli.main", "deploy", "tiny.toml", "--pool", POOL),
+        cwd=tmp_path,
+        environment={"PREFECT_API_URL": str(workplace.services.prefect_api_url)},
+    )
+    assert refused in " ".join(elsewhere.finish(2).split())
+    evaluate = workplace.ask(lambda client: client.read_deployment_by_name(f"evaluate/{POOL}"))
+    assert evaluate.work_pool_name == POOL
+    for name in ("evaluate", "export"):
+        (action,) = Automation.read(name=f"sluice: train/tiny: {name}").actions
+        assert action.job_variables["working_dir"] == str(workplace.folder)
 
 
 def summary(run: RunDirectory) -> RunSummary:
