@@ -51,7 +51,7 @@ class Reactions(NamedTuple):
     """The automations of the deployment of a config; crashed runs are always resumed, collapsed ones suspended.
 
     Attributes:
-        notify: A notification block, TYPE/NAME, for stalled runs; None: no notification.
+        notify: A notification block, TYPE/NAME, for stalled and failed runs; None: no notification.
         stalled_minutes: Minutes without a finished step after which a run is stalled.
         evaluate: Whether the newest checkpoint is evaluated after each one.
         export_to: The folder under which each checkpoint is exported that is kept until then; None: none is.
@@ -171,6 +171,7 @@ async def _automate(
     await automations.suspend_on_collapse()
     if block is not None:
         await automations.notify_when_stalled(reactions.stalled_minutes, block)
+        await automations.notify_when_failed(block)
     if reactions.evaluate:
         await automations.run_on_checkpoint("evaluate", others["evaluate"], {})
     if reactions.export_to is not None:

@@ -77,7 +77,7 @@ def deploy(
     timezone: TimezoneOption = "UTC",
     image: Annotated[str | None, typer.Option(help="The image, for a docker or kubernetes work pool.")] = None,
     notify: Annotated[
-        str | None, typer.Option(help="A notification block for stalled runs, TYPE/NAME, e.g. slack-webhook/team.")
+        str | None, typer.Option(help="A notification block for stalled and failed runs, TYPE/NAME.")
     ] = None,
     stalled_minutes: Annotated[
         float, typer.Option(help="Minutes without a finished step after which a run is stalled.", min=0.2)

@@ -12,7 +12,7 @@ from prefect.events.actions import ActionTypes, ChangeFlowRunState, RunDeploymen
 from prefect.events.schemas.automations import Posture
 from prefect.exceptions import ObjectNotFound
 
-from flows.ui.events import CheckpointSaved, RewardCollapsed, RunEnded, StepCompleted
+from flows.ui.events import CheckpointSaved, RewardCollapsed, RunEnded, RunResumed, RunStarted, StepCompleted
 from schemas.errors import ConfigError
 
 HEARTBEATS_MISSED = 3  # fewer are often only late
@@ -34,13 +34,19 @@ class Automations:
         """Send a notification if a run has finished no step for some minutes and has not ended."""
         trigger = self._trigger(
             expect={StepCompleted.event, RunEnded.event},
-            after={StepCompleted.event},
+            after={RunStarted.event, RunResumed.event, StepCompleted.event},
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             within=timedelta(minutes=minutes),
         )
         body = f"{{{{ event.resource.name }}}} has finished no step for {minutes:g} minutes."
         await self._create("stalled", trigger, SendNotification(block_document_id=block, body=body))
+
+    async def notify_when_failed(self, block: UUID) -> None:
+        """Send a notification when a run has failed: it is not resumed by itself."""
+        trigger = self._trigger(expect={"prefect.flow-run.Failed"})
+        body = "{{ event.resource.name }} has failed."
+        await self._create("failed", trigger, SendNotification(block_document_id=block, body=body))
 
     async def resume_when_crashed(self) -> None:
         """Schedule a crashed flow run again; its next attempt continues the run exactly."""

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import ParamSpec
+from uuid import UUID
 
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import PrefectClient, get_client
@@ -34,7 +35,7 @@ from infra.workers.inputs import data_digest
 from schemas.config import DEFAULT_RUNS_DIR
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
-from schemas.errors import PipelineError
+from schemas.errors import PipelineError, RunError
 from schemas.errors import describe as describe_error
 from schemas.step import EvalReport
 from tasks.assets import asset_at, describe, describe_evaluation, evaluated, evaluation_of, upstream
@@ -44,6 +45,7 @@ P = ParamSpec("P")
 SLOTS = 1  # of a new pool; a pool of several clusters' worth of GPUs may be given more in the Prefect UI
 LEASE_SECONDS = 60  # after which the slot of a killed run is free again; the shortest that Prefect allows
 POLL_SECONDS = 2.0  # between two looks whether another process still drives a run
+CRASHES = 5  # in a row, without a finished step, after which nothing is changed by another attempt
 
 
 def _one_line_failure(function: Callable[P, Awaitable[State]]) -> Callable[P, Awaitable[State]]:
@@ -81,6 +83,7 @@ async def train(config: str, overrides: tuple[str, ...] = (), run_id: str | None
         return cancelled
     if (finished := finished_summary(run_config, run_id)) is not None:
         return Completed(message=f"run {run_id} was complete already: {finished.steps} of {run_config.steps} steps")
+    await _require_progress([directory])
     from flows.preflight import check_start  # not at the top: torch is imported with it
 
     run_config = check_start(run_config, directory)
@@ -107,6 +110,7 @@ async def pipeline(file: str, overrides: tuple[str, ...] = (), pipeline_id: str 
     take_secrets(plan.services)
     if (cancelled := await cancellable(_wait_for_other_driver(RunDirectory(plan.folder)))) is not None:
         return cancelled
+    await _require_progress([run.directory for run in plan.all_runs])
     check_pipeline(plan)
     return await cancellable(_promote_in_turn(plan))
 
@@ -238,6 +242,28 @@ async def _wait_for_other_driver(directory: RunDirectory) -> None:
         get_run_logger().info("another process drives %s; waiting for its end", directory.url)
     while await asyncio.to_thread(is_driven, directory):
         await asyncio.sleep(POLL_SECONDS)
+
+
+async def _require_progress(runs: Sequence[RunDirectory]) -> None:
+    """Check that the flow run has not crashed again and again without a finished step; a retry of a failed one may.
+
+    Raises:
+        RunError: It has.
+    """
+    steps = [run.metrics.last_step() for run in runs if run.exists]
+    since, crashes = max((step.started_at or 0.0 for step in steps if step), default=0.0), 0
+    async with get_client() as client:
+        states = await client.read_flow_run_states(UUID(flow_run.id))
+    for state in sorted(states, key=lambda state: state.timestamp):
+        if state.is_failed():
+            crashes = 0
+        elif state.is_crashed() and state.timestamp.timestamp() > since:
+            crashes += 1
+    if crashes >= CRASHES:
+        raise RunError(
+            f"crashed {crashes} times without finishing a step: its processes were killed, or ended by themselves; see "
+            "the log of its worker and the memory of its machine, and retry it"
+        )
 
 
 def _run_config(config: str, overrides: Sequence[str], run_id: str | None, note: str) -> RunConfig:

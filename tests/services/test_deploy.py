@@ -3,19 +3,24 @@
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prefect import State, flow
 from prefect.automations import Automation
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Crashed, Running
 
 from flows.deployments import entrypoints
+from flows.lifecycle.cancellation import set_state
 from infra.storage.driver_lock import is_driven
 from infra.storage.runs import RunDirectory
 from schemas.config.load import load_config
-from schemas.step import RunSummary
+from schemas.errors import RunError
+from schemas.step import RunSummary, StepReport
 from tests.support.commands import sluice_in_turn
 from tests.support.workplace import Command, Workplace
 
@@ -113,6 +118,36 @@ def test_a_deployment_of_another_pool_or_folder_is_not_replaced(
     for name in ("evaluate", "export"):
         (action,) = Automation.read(name=f"sluice: train/tiny: {name}").actions
         assert action.job_variables["working_dir"] == str(workplace.folder)
+
+
+def test_a_run_that_crashes_again_and_again_without_a_step_has_failed(api: None) -> None:
+    run = RunDirectory.create(load_config(Path("tiny.toml")), "crashing")
+
+    async def can_go_on(*states: State) -> bool:
+        for state in states:
+            await set_state(state)
+        try:
+            await entrypoints._require_progress([run])
+        except RunError:
+            return False
+        return True
+
+    @flow
+    async def attempts() -> None:
+        crashes = [Crashed() for _ in range(entrypoints.CRASHES)]
+        assert await can_go_on(*crashes[1:])
+        assert not await can_go_on(Crashed())
+        failed = await entrypoints.train.fn("tiny.toml", run_id=run.run_id)
+        assert "crashed 5 times without finishing a step" in failed.message
+        assert await can_go_on(failed, *crashes[1:])  # after a retry by hand
+        assert not await can_go_on(Crashed())
+        report = StepReport(
+            step=0, policy_version=1, metrics={}, seconds=1.0, seconds_by_phase={}, started_at=time.time()
+        )
+        run.metrics.append_step(report)
+        assert await can_go_on(Running())
+
+    asyncio.run(attempts())
 
 
 def summary(run: RunDirectory) -> RunSummary:
