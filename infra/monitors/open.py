@@ -87,8 +87,9 @@ def open_monitors(directory: RunDirectory, config: RunConfig, log: Log) -> Itera
         config: The run's configuration.
         log: Where a monitor's first error is reported.
     """
+    recorded = partial(recorded_rows, directory.metrics)
     deliveries = [
-        Delivery(kind_of(type(monitor)), partial(OPENERS, monitor, directory, config), log)
+        Delivery(kind_of(type(monitor)), partial(OPENERS, monitor, directory, config), recorded, log)
         for monitor in config.monitors
     ]
     monitors, succeeded = Monitors(directory.run_id, deliveries), False

@@ -168,7 +168,7 @@ def test_a_sink_that_fails_gets_every_row_once_and_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     down, path = True, tmp_path / "run.jsonl"
-    delivery = Delivery("lines", lambda: Unreliable(path, lambda: down), logging.getLogger("test"))
+    delivery = Delivery("lines", lambda: Unreliable(path, lambda: down), list, logging.getLogger("test"))
     for step in range(3):
         delivery.put(row(step))
     wait_until(lambda: "lines failed" in caplog.text)
@@ -183,9 +183,35 @@ def test_a_sink_that_fails_gets_every_row_once_and_is_reported_once(
     ]
 
 
+def test_a_sink_that_loses_what_it_took_gets_it_again(tmp_path: Path) -> None:
+    path, rows, closed = tmp_path / "run.jsonl", [row(step) for step in range(4)], []
+
+    class Losing(JsonlSink):
+        def log(self, row: Row) -> None:
+            if row.step == 2 and not closed:
+                raise ConnectionError("its service has ended")
+            super().log(row)
+
+        def close(self, succeeded: bool) -> None:
+            super().close(succeeded)
+            closed.append(succeeded)
+            if not succeeded:
+                path.unlink()
+
+    delivery = Delivery("lines", lambda: Losing(path), lambda: rows, logging.getLogger("test"))
+    for each in rows[:3]:
+        delivery.put(each)
+    wait_until(lambda: bool(closed))
+    delivery.put(rows[3])
+    delivery.end(succeeded=True)
+    delivery.join(time.monotonic() + 3600)
+    assert held_by(path) == [0, 1, 2, 3]
+    assert closed == [False, True]
+
+
 def test_a_sink_that_blocks_blocks_nobody(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    delivery = Delivery("lines", partial(time.sleep, 3600), logging.getLogger("test"))  # type: ignore[arg-type]
+    delivery = Delivery("lines", partial(time.sleep, 3600), list, logging.getLogger("test"))  # type: ignore[arg-type]
     delivery.put(row(0))
     delivery.end(succeeded=True)
     delivery.join(time.monotonic())
