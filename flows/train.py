@@ -148,7 +148,8 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         monitors = stack.enter_context(open_monitors(directory, config, get_run_logger()))
         decided = config.replace(runtime=config.runtime.replace(device=device))  # nodes may be lost
         run = open_run(directory, _with_sharing(decided))
-        events = RunEvents(run_id, directory.runs_dir, directory.metrics.num_steps())
+        reported = directory.metrics.num_steps(), directory.reported_checkpoint()
+        events = RunEvents(run_id, directory.runs_dir, *reported)
         try:
             notice = Notice(config.timeouts.notice_seconds)
             with _workers_ended(run, directory):

@@ -1,13 +1,17 @@
 """What `sluice serve` and `sluice deploy` refuse before anything is started, and the decisions and events of a run."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect.events import Event
 
 from flows.ui.approval import find_failed_queries
 from flows.ui.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, RunEvents, RunStarted, StepCompleted
+from flows.ui.reporter import RunReporter
+from infra.monitors import Monitors
 from infra.storage.folder import Folder
 from infra.storage.run_files import Decision, DecisionsFile
 from schemas.config.load import load_config
@@ -132,6 +136,32 @@ def test_a_collapse_of_the_reward_is_reported_once(emitted: list[Event]) -> None
     emitted.clear()
     collapse(RunEvents("run", "runs", num_reported=collapsed[0]))  # resumed: the steps up to the collapse are repeated
     assert RewardCollapsed.event not in {event.event for event in emitted}
+
+
+def test_a_checkpoint_is_reported_once_by_all_drivers(
+    tmp_path: Path, emitted: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, materialized = make_small_run(tmp_path), []
+
+    class Described:
+        """Stands for the Prefect task."""
+
+        @staticmethod
+        def materializing(*_: object) -> Callable[..., Coroutine[Any, Any, None]]:
+            async def describe(run: RunHandle, version: int, evals: object) -> None:
+                materialized.append(version)
+
+            return describe
+
+    monkeypatch.setattr("flows.ui.reporter.describe_checkpoint", Described)
+    config = directory.config()
+    run = RunHandle(run_id="demo", identity="demo", directory=directory.url, config=config, store_incarnation="a")
+    for versions in ((1, 2), (2, 2, 3), (3,)):  # of three drivers: a resumed one finds the newest version again
+        events = RunEvents("demo", directory.runs_dir, checkpoint=directory.reported_checkpoint())
+        reporter = RunReporter(run, None, Monitors("demo", []), events, directory.metrics)  # type: ignore[arg-type]
+        for version in versions:
+            asyncio.run(reporter.checkpoint(version, []))
+    assert [event.payload["step"] for event in emitted] == materialized == [1, 2, 3]
 
 
 def test_a_lost_event_delays_no_later_step(emitted: list[Event]) -> None:
