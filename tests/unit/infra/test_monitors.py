@@ -1,7 +1,9 @@
 """Monitors: what a row holds, how rows are delivered to a sink that fails, and what is checked before a run."""
 
+import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -224,9 +226,38 @@ def test_a_config_may_list_several_of_a_kind(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     directory.metrics.append_step(STEP)
-    with open_monitors(directory, config, logging.getLogger("test")) as monitors:
-        monitors.log_recorded(directory.metrics)
+
+    async def run() -> None:
+        async with open_monitors(directory, config, logging.getLogger("test")) as monitors:
+            monitors.log_recorded(directory.metrics)
+
+    asyncio.run(run())
     assert [held_by(folder / "run.jsonl") for folder in folders] == [[6], [6]]
+
+
+def test_other_runs_go_on_while_a_monitor_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = run_config(monitors=[{"kind": "jsonl", "folder": str(tmp_path)}])
+    directory, other_ran = RunDirectory(tmp_path / "run"), threading.Event()
+
+    def open_slowly(path: Path) -> JsonlSink:
+        other_ran.wait()
+        return JsonlSink(path)
+
+    async def other_run() -> None:
+        other_ran.set()
+
+    async def run() -> None:
+        async with open_monitors(directory, config, logging.getLogger("test")) as monitors:
+            monitors.log_step(STEP)
+            other = asyncio.create_task(other_run())  # it gets its turn when this one waits
+        await other
+
+    monkeypatch.setattr("infra.monitors.open.JsonlSink", open_slowly)
+    asyncio.run(run())
+    assert held_by(tmp_path / "run.jsonl") == [6]
+    assert not caplog.records  # it was not given up
 
 
 NAMES = [
