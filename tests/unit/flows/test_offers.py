@@ -83,7 +83,7 @@ def test_saved_queries_are_checked_with_the_config(tmp_path: Path, monkeypatch: 
             load_config(Path("tiny.toml"), overrides)
 
 
-def test_queries_of_a_step_are_answered_in_the_sandbox(tmp_path: Path) -> None:
+def test_queries_of_a_step_are_answered_in_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = make_small_run(tmp_path)
     (tmp_path / "queries").mkdir()
     (tmp_path / "queries" / "long.sql").write_text("select row from rows where step = $step and row > 3")
@@ -92,6 +92,9 @@ def test_queries_of_a_step_are_answered_in_the_sandbox(tmp_path: Path) -> None:
     run = RunHandle(run_id="demo", identity="demo", directory=directory.url, config=asked, store_incarnation="a")
     assert asyncio.run(find_failed_queries(run, 3)) == (FailedQuery(name="long", num_rows=1, rows=('{"row": 4}',)),)
     assert asyncio.run(find_failed_queries(run.replace(config=config), 3)) == ()
+    monkeypatch.setattr("infra.history.sql.CHECK_STEPS", 1)
+    (tmp_path / "queries" / "long.sql").write_text("select distinct step from rows")
+    assert asyncio.run(find_failed_queries(run, 3))[0].rows == ('{"step": 3}',)
     (tmp_path / "queries" / "long.sql").unlink()
     (failed,) = asyncio.run(find_failed_queries(run, 3))
     assert "has no file that ends in .sql" in str(failed.error)
