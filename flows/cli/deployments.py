@@ -39,12 +39,14 @@ class Request(NamedTuple):
         overrides: Changes to all of them.
         cron: When a run of each is started; None: on request only.
         timezone: The schedule's time zone.
+        overlap: Whether a run of a config is started while one runs.
     """
 
     configs: Sequence[str]
     overrides: Sequence[str]
     cron: str | None
     timezone: str
+    overlap: bool
 
 
 class Reactions(NamedTuple):
@@ -77,8 +79,8 @@ def serve(console: Console, request: Request, limit: int) -> None:
     schedule, (services, *_) = _check(console, request)
     os.environ.update(RUN_ENVIRONMENT)
     with prefect_session(services, console):
-        offers = [*config_offers(request.configs, request.overrides, schedule), *other_offers(COMMON)]
-        asyncio.run(_serve(console, offers, limit))
+        offers = config_offers(request.configs, request.overrides, schedule, overlap=request.overlap)
+        asyncio.run(_serve(console, [*offers, *other_offers(COMMON)], limit))
 
 
 async def _serve(console: Console, offers: Sequence[Offer], limit: int) -> None:
@@ -128,7 +130,7 @@ async def _deploy(
     async with get_client() as client:
         settings = _settings(await _find_pool(client, work_pool), image)
         block = await find_block(client, reactions.notify) if reactions.notify else None
-    offers = config_offers(request.configs, request.overrides, schedule)
+    offers = config_offers(request.configs, request.overrides, schedule, overlap=request.overlap)
     await _require_own(offers, settings)
     others = {offer.flow.name: await _apply(console, offer, settings) for offer in other_offers(work_pool)}
     for offer, own in zip(offers, services, strict=True):

@@ -91,19 +91,24 @@ def load_configs(names: Sequence[str], overrides: Sequence[str]) -> dict[str, Ru
     return configs
 
 
-def config_offers(configs: Sequence[str], overrides: Sequence[str], schedule: Schedule | None) -> list[Offer]:
+def config_offers(
+    configs: Sequence[str], overrides: Sequence[str], schedule: Schedule | None, *, overlap: bool
+) -> list[Offer]:
     """Return an offer of `train` for each config and one of `pipeline` for each pipeline, with its file's name.
 
     Args:
         configs: The files or built-in configs.
         overrides: Changes to all of them.
         schedule: When a run of each is started; None: on request only.
+        overlap: Whether another one is started while one runs; it then waits for a slot of its pool.
     """
     offers = []
+    limit = None if overlap else ConcurrencyLimitConfig(limit=1, collision_strategy="CANCEL_NEW")
     for config in configs:
         flow, key = (entrypoints.pipeline, "file") if is_pipeline(config) else (entrypoints.train, "config")
         parameters = {key: config, "overrides": list(overrides)}
-        offers.append(Offer(flow, Path(config).stem, {"parameters": parameters, "schedule": schedule}))
+        settings = {"parameters": parameters, "schedule": schedule, "concurrency_limit": limit}
+        offers.append(Offer(flow, Path(config).stem, settings))
     return offers
 
 

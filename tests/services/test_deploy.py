@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from prefect import State, flow
 from prefect.automations import Automation
+from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Crashed, Running
+from prefect.states import Cancelled, Crashed, Pending, Running
 
 from flows.deployments import entrypoints
 from flows.lifecycle.cancellation import set_state
@@ -48,7 +49,7 @@ def deployed(workplace: Workplace) -> list[tuple[int, str]]:
         workplace,
         ("deploy", "tiny.toml", "--pool", POOL, "--evaluate", "--export-to", "exports"),
         ("deploy", "tiny.toml", "--pool", OTHER_POOL),
-        ("deploy", "other.toml", "--pool", OTHER_POOL),
+        ("deploy", "other.toml", "--pool", OTHER_POOL, "--no-overlap"),
     )
 
 
@@ -148,6 +149,17 @@ def test_a_run_that_crashes_again_and_again_without_a_step_has_failed(api: None)
         assert await can_go_on(Running())
 
     asyncio.run(attempts())
+
+
+def test_without_overlap_a_second_run_of_a_config_is_cancelled(workplace: Workplace, deployed: object) -> None:
+    async def start(client: PrefectClient) -> list[str]:
+        deployment = await client.read_deployment_by_name("train/other")
+        runs = [await client.create_flow_run_from_deployment(deployment.id) for _ in range(2)]
+        states = [(await client.set_flow_run_state(run.id, Pending())).state for run in runs]
+        await client.set_flow_run_state(runs[0].id, Cancelled(), force=True)
+        return [state.name for state in states if state is not None]
+
+    assert workplace.ask(start) == ["Pending", "Cancelled"]
 
 
 def summary(run: RunDirectory) -> RunSummary:
