@@ -202,7 +202,8 @@ def test_a_paused_run_goes_on_as_decided(deployed: Deployed, decided: UUID) -> N
 def test_a_run_that_crashed_and_was_suspended_and_cancelled_is_brought_to_its_end(completed: Run) -> None:
     reports = completed.metrics.steps()
     assert [report.step for report in reports] == list(range(completed.config().steps))
-    kinds = [event.kind for event in completed.metrics.events()]
+    # A step that was begun with the collapsed reward may be run again as a whole, with the other one: a restart.
+    kinds = [event.kind for event in completed.metrics.events() if event.kind != "restart"]
     assert kinds == ["start", "resume", "resume", "resume"]  # after the crash, the suspension and the cancellation
 
 
