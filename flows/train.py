@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -130,13 +130,9 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
     connect(config.services)
     device = check_resources(config)
     directory = find_or_create_run(config, run_id)
-    with (
-        driver_lock(directory),
-        driver_log(directory),
-        logs_in_prefect(),
-        infrequent_gc(),
-        ExitStack() as stack,
-    ):
+    async with AsyncExitStack() as stack:
+        for context in (driver_lock(directory), driver_log(directory), logs_in_prefect(), infrequent_gc()):
+            stack.enter_context(context)
         identity = claim_identity(directory, config)
         stack.enter_context(monitored_workers(identity, config))
         config = change_config(directory, config)
@@ -146,10 +142,11 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         check_nodes(directory, config)
         drop_outdated_ledger(directory, config)
         stack.enter_context(traced_run(run_id, config))
-        monitors = stack.enter_context(open_monitors(directory, config, get_run_logger()))
+        monitors = await stack.enter_async_context(open_monitors(directory, config, get_run_logger()))
         decided = config.replace(runtime=config.runtime.replace(device=device))  # nodes may be lost
         run = open_run(directory, _with_sharing(decided))
-        events = RunEvents(run_id, directory.runs_dir, directory.metrics.num_steps())
+        reported = directory.metrics.num_steps(), directory.reported_checkpoint()
+        events = RunEvents(run_id, directory.runs_dir, *reported)
         try:
             notice = Notice(config.timeouts.notice_seconds)
             with _workers_ended(run, directory):

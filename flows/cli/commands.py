@@ -92,6 +92,7 @@ def train(
     config_path: Annotated[str, typer.Argument(help="A TOML file, or the name of a built-in one.", metavar="CONFIG")],
     overrides: OverridesArgument = None,
     run_id: Annotated[str | None, typer.Option(help="The run's id; default: from the config's name.")] = None,
+    resumes: Annotated[bool, typer.Option("--resume", help="Resume the run of this id, if there is one.")] = False,
 ) -> None:
     """Train with a config; everything is checked before anything is started."""
     from flows.cli.run import run_training
@@ -99,9 +100,15 @@ def train(
     from flows.lifecycle.session import prefect_session
     from flows.preflight import check_run
     from infra.storage.runs import RunDirectory
+    from schemas.errors import UserError
 
+    if resumes and not run_id:
+        raise UserError("--resume goes with --run-id; a run of any id is resumed by: sluice resume RUN")
     config = _load(config_path, overrides or [])
     take_secrets(config.services, starts=True)
+    if run_id and resumes and (found := RunDirectory.at(config, run_id)).exists:
+        resume(found.url, overrides)
+        return
     if run_id:
         RunDirectory.require_absent(config, run_id)
     with console.status("checking model, data and reward"):

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from flows.deployments import entrypoints
 from flows.deployments.automations import Automations, find_block
-from flows.deployments.register import OTHER_OFFERS, Offer, config_offers, load_configs, parse_schedule
+from flows.deployments.register import COMMON, Offer, config_offers, load_configs, other_offers, parse_schedule
 from flows.lifecycle.secrets import take_secrets
 from flows.lifecycle.session import prefect_session
 from flows.pipeline_plan import PipelinePlan, check_pipeline, is_pipeline
@@ -38,19 +39,21 @@ class Request(NamedTuple):
         overrides: Changes to all of them.
         cron: When a run of each is started; None: on request only.
         timezone: The schedule's time zone.
+        overlap: Whether a run of a config is started while one runs.
     """
 
     configs: Sequence[str]
     overrides: Sequence[str]
     cron: str | None
     timezone: str
+    overlap: bool
 
 
 class Reactions(NamedTuple):
     """The automations of the deployment of a config; crashed runs are always resumed, collapsed ones suspended.
 
     Attributes:
-        notify: A notification block, TYPE/NAME, for stalled runs; None: no notification.
+        notify: A notification block, TYPE/NAME, for stalled and failed runs; None: no notification.
         stalled_minutes: Minutes without a finished step after which a run is stalled.
         evaluate: Whether the newest checkpoint is evaluated after each one.
         export_to: The folder under which each checkpoint is exported that is kept until then; None: none is.
@@ -73,14 +76,15 @@ def serve(console: Console, request: Request, limit: int) -> None:
     Raises:
         UserError: A config, the schedule or a service is refused; nothing was started.
     """
-    schedule, services = _check(console, request)
+    schedule, (services, *_) = _check(console, request)
     os.environ.update(RUN_ENVIRONMENT)
     with prefect_session(services, console):
-        offers = [*config_offers(request.configs, request.overrides, schedule), *OTHER_OFFERS]
-        asyncio.run(_serve(console, offers, limit))
+        offers = config_offers(request.configs, request.overrides, schedule, overlap=request.overlap)
+        asyncio.run(_serve(console, [*offers, *other_offers(COMMON)], limit))
 
 
 async def _serve(console: Console, offers: Sequence[Offer], limit: int) -> None:
+    await _require_own(offers, {})
     runner = Runner(limit=limit)
     for offer in offers:
         await runner.aadd_flow(offer.flow, **offer.arguments())
@@ -109,8 +113,8 @@ def deploy(console: Console, request: Request, work_pool: str, image: str | None
             f"--notify, --evaluate and --export-to are for runs, and {pipelines[0]} is a pipeline; leave them out, or "
             "deploy it on its own"
         )
-    with prefect_session(services, console):
-        asyncio.run(_deploy(console, request, schedule, work_pool, image, reactions))
+    with prefect_session(services[0], console):
+        asyncio.run(_deploy(console, request, schedule, services, work_pool, image, reactions))
         console.print(f"start a worker, if none runs: prefect worker start --pool {work_pool}", highlight=False)
 
 
@@ -118,6 +122,7 @@ async def _deploy(
     console: Console,
     request: Request,
     schedule: Schedule | None,
+    services: Sequence[ServicesConfig],
     work_pool: str,
     image: str | None,
     reactions: Reactions,
@@ -125,13 +130,35 @@ async def _deploy(
     async with get_client() as client:
         settings = _settings(await _find_pool(client, work_pool), image)
         block = await find_block(client, reactions.notify) if reactions.notify else None
-    others = {offer.flow.name: await _apply(console, offer, settings) for offer in OTHER_OFFERS}
-    for offer in config_offers(request.configs, request.overrides, schedule):
-        automations = Automations(offer.name, await _apply(console, offer, settings))
+    offers = config_offers(request.configs, request.overrides, schedule, overlap=request.overlap)
+    await _require_own(offers, settings)
+    others = {offer.flow.name: await _apply(console, offer, settings) for offer in other_offers(work_pool)}
+    for offer, own in zip(offers, services, strict=True):
+        automations = Automations(offer.full_name, await _apply(console, offer, settings), settings["job_variables"])
         await automations.resume_when_crashed()
-        await automations.crash_when_silent(HEARTBEAT_SECONDS)
+        await automations.crash_when_silent(HEARTBEAT_SECONDS, own.prefect_patience_seconds)
         if offer.flow is not entrypoints.pipeline:  # whose runs are no flow runs of the deployment
             await _automate(automations, reactions, block, others)
+
+
+async def _require_own(offers: Sequence[Offer], settings: Mapping[str, Any]) -> None:
+    """Check that no deployment of another work pool or folder would be replaced, with its schedule.
+
+    Raises:
+        ConfigError: One would be.
+    """
+    own = settings.get("work_pool_name"), settings.get("job_variables", {}).get("working_dir")
+    async with get_client() as client:
+        for offer in offers:
+            with suppress(ObjectNotFound):
+                found = await client.read_deployment_by_name(offer.full_name)
+                theirs = found.work_pool_name, found.job_variables.get("working_dir")
+                if theirs != own:
+                    raise ConfigError(
+                        f"the Prefect server has a deployment {offer.full_name} of the work pool {theirs[0]}, folder "
+                        f"{theirs[1]}, which would be replaced, with its schedule; rename the file, or delete that "
+                        f"one: prefect deployment delete {offer.full_name}"
+                    )
 
 
 async def _apply(console: Console, offer: Offer, settings: Mapping[str, Any]) -> UUID:
@@ -146,6 +173,7 @@ async def _automate(
     await automations.suspend_on_collapse()
     if block is not None:
         await automations.notify_when_stalled(reactions.stalled_minutes, block)
+        await automations.notify_when_failed(block)
     if reactions.evaluate:
         await automations.run_on_checkpoint("evaluate", others["evaluate"], {})
     if reactions.export_to is not None:
@@ -186,8 +214,10 @@ def _settings(pool: WorkPool, image: str | None) -> dict[str, Any]:
     return {"work_pool_name": pool.name, "job_variables": {"env": environment, **place}}
 
 
-def _check(console: Console, request: Request, *, evaluates: bool = False) -> tuple[Schedule | None, ServicesConfig]:
-    """Check schedule and configs; return the schedule, and the services of the first config."""
+def _check(
+    console: Console, request: Request, *, evaluates: bool = False
+) -> tuple[Schedule | None, list[ServicesConfig]]:
+    """Check schedule and configs; return the schedule, and the services of each config."""
     schedule = parse_schedule(request.cron, request.timezone)
     configs = load_configs(request.configs, request.overrides)
     from flows.preflight import check  # not at the top: torch is imported with it
@@ -201,4 +231,4 @@ def _check(console: Console, request: Request, *, evaluates: bool = False) -> tu
             if evaluates and config.data.eval_path is None:
                 raise ConfigError(f"--evaluate: {name} has no data.eval_path; set it, or leave --evaluate out")
             check(config)
-    return schedule, next(iter(configs.values())).services
+    return schedule, [config.services for config in configs.values()]

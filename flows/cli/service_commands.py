@@ -25,6 +25,9 @@ AddressOption = Annotated[
 ]
 ServicesDirOption = Annotated[str, typer.Option(help="Folder with the local services' state.")]
 TimezoneOption = Annotated[str, typer.Option(help="The schedule's time zone, e.g. Europe/Berlin.")]
+OverlapOption = Annotated[
+    bool, typer.Option("--overlap/--no-overlap", help="Whether a run of a config may be started while one runs.")
+]
 
 
 engine = typer.Typer(no_args_is_help=True, help="Environments of rollout engines.")
@@ -60,12 +63,13 @@ def serve(
     overrides: SetOption = None,
     cron: CronOption = None,
     timezone: TimezoneOption = "UTC",
+    overlap: OverlapOption = True,
     limit: Annotated[int, typer.Option(help="Flow runs at the same time; runs of one GPU pool take turns.", min=1)] = 8,
 ) -> None:
     """Offer configs as deployments in the Prefect UI, and run on this machine what is started there or scheduled."""
     from flows.cli.deployments import Request, serve
 
-    serve(console, Request(configs, overrides or [], cron, timezone), limit)
+    serve(console, Request(configs, overrides or [], cron, timezone, overlap), limit)
 
 
 @app.command()
@@ -75,9 +79,10 @@ def deploy(
     overrides: SetOption = None,
     cron: CronOption = None,
     timezone: TimezoneOption = "UTC",
+    overlap: OverlapOption = True,
     image: Annotated[str | None, typer.Option(help="The image, for a docker or kubernetes work pool.")] = None,
     notify: Annotated[
-        str | None, typer.Option(help="A notification block for stalled runs, TYPE/NAME, e.g. slack-webhook/team.")
+        str | None, typer.Option(help="A notification block for stalled and failed runs, TYPE/NAME.")
     ] = None,
     stalled_minutes: Annotated[
         float, typer.Option(help="Minutes without a finished step after which a run is stalled.", min=0.2)
@@ -92,7 +97,7 @@ def deploy(
     """Create deployments of configs in a Prefect work pool; crashed runs are resumed, collapsed ones suspended."""
     from flows.cli.deployments import Reactions, Request, deploy
 
-    request = Request(configs, overrides or [], cron, timezone)
+    request = Request(configs, overrides or [], cron, timezone, overlap)
     deploy(console, request, pool, image, Reactions(notify, stalled_minutes, evaluate, export_to))
 
 

@@ -3,11 +3,13 @@
 Each fails with one line if its input is refused; the Prefect UI shows that line as the state's message.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import ParamSpec
+from uuid import UUID
 
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import PrefectClient, get_client
@@ -27,12 +29,13 @@ from flows.summary import finished_summary
 from flows.train import own_run_id, train_policy
 from flows.ui.artifacts import show_evaluation
 from infra.ray.module_path import append_working_directory
+from infra.storage.driver_lock import is_driven
 from infra.storage.runs import RunDirectory
 from infra.workers.inputs import data_digest
 from schemas.config import DEFAULT_RUNS_DIR
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
-from schemas.errors import PipelineError
+from schemas.errors import PipelineError, RunError
 from schemas.errors import describe as describe_error
 from schemas.step import EvalReport
 from tasks.assets import asset_at, describe, describe_evaluation, evaluated, evaluation_of, upstream
@@ -41,6 +44,8 @@ from tasks.stage import operation
 P = ParamSpec("P")
 SLOTS = 1  # of a new pool; a pool of several clusters' worth of GPUs may be given more in the Prefect UI
 LEASE_SECONDS = 60  # after which the slot of a killed run is free again; the shortest that Prefect allows
+POLL_SECONDS = 2.0  # between two looks whether another process still drives a run
+CRASHES = 5  # in a row, without a finished step, after which nothing is changed by another attempt
 
 
 def _one_line_failure(function: Callable[P, Awaitable[State]]) -> Callable[P, Awaitable[State]]:
@@ -73,11 +78,15 @@ async def train(config: str, overrides: tuple[str, ...] = (), run_id: str | None
     run_config = _run_config(config, overrides, run_id, note)
     run_id = run_id or own_run_id(run_config.name)
     await rename_flow_run(run_id)
+    directory = RunDirectory.at(run_config, run_id)
+    if (cancelled := await cancellable(_wait_for_other_driver(directory))) is not None:
+        return cancelled
     if (finished := finished_summary(run_config, run_id)) is not None:
         return Completed(message=f"run {run_id} was complete already: {finished.steps} of {run_config.steps} steps")
+    await _require_progress([directory])
     from flows.preflight import check_start  # not at the top: torch is imported with it
 
-    run_config = check_start(run_config, RunDirectory.at(run_config, run_id))
+    run_config = check_start(run_config, directory)
     return await cancellable(_train_in_turn(run_config, run_id))
 
 
@@ -99,6 +108,9 @@ async def pipeline(file: str, overrides: tuple[str, ...] = (), pipeline_id: str 
     plan = stored or plan_pipeline(config, pipeline_id or own_id)
     await rename_flow_run(plan.pipeline_id)
     take_secrets(plan.services)
+    if (cancelled := await cancellable(_wait_for_other_driver(RunDirectory(plan.folder)))) is not None:
+        return cancelled
+    await _require_progress([run.directory for run in plan.all_runs])
     check_pipeline(plan)
     return await cancellable(_promote_in_turn(plan))
 
@@ -219,6 +231,39 @@ async def _train_in_turn(config: RunConfig, run_id: str) -> State:
     name = "loss" if summary.reward_first is None else "reward"
     first, last = getattr(summary, f"{name}_first"), getattr(summary, f"{name}_last")
     return Completed(message=f"{summary.steps} steps, {name} {first:.3f} to {last:.3f}")
+
+
+async def _wait_for_other_driver(directory: RunDirectory) -> None:
+    """Wait while another process drives a run or a pipeline.
+
+    It may be this flow run's own, which Prefect has lost sight of: an error would end the flow run of a living run.
+    """
+    if await asyncio.to_thread(is_driven, directory):
+        get_run_logger().info("another process drives %s; waiting for its end", directory.url)
+    while await asyncio.to_thread(is_driven, directory):
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _require_progress(runs: Sequence[RunDirectory]) -> None:
+    """Check that the flow run has not crashed again and again without a finished step; a retry of a failed one may.
+
+    Raises:
+        RunError: It has.
+    """
+    steps = [run.metrics.last_step() for run in runs if run.exists]
+    since, crashes = max((step.started_at or 0.0 for step in steps if step), default=0.0), 0
+    async with get_client() as client:
+        states = await client.read_flow_run_states(UUID(flow_run.id))
+    for state in sorted(states, key=lambda state: state.timestamp):
+        if state.is_failed():
+            crashes = 0
+        elif state.is_crashed() and state.timestamp.timestamp() > since:
+            crashes += 1
+    if crashes >= CRASHES:
+        raise RunError(
+            f"crashed {crashes} times without finishing a step: its processes were killed, or ended by themselves; see "
+            "the log of its worker and the memory of its machine, and retry it"
+        )
 
 
 def _run_config(config: str, overrides: Sequence[str], run_id: str | None, note: str) -> RunConfig:

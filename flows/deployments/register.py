@@ -19,7 +19,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 
 TAG = "sluice"
-COMMON = "sluice"  # the name of the deployments that are not of one config
+COMMON = "sluice"  # the name of the deployments of `sluice serve` that are not of one config
 
 
 class Offer(NamedTuple):
@@ -39,9 +39,14 @@ class Offer(NamedTuple):
         """Return all arguments but the flow."""
         return {"name": self.name, "tags": [TAG], "entrypoint_type": EntrypointType.MODULE_PATH, **self.settings}
 
+    @property
+    def full_name(self) -> str:
+        """The name by which the Prefect server knows it."""
+        return f"{self.flow.name}/{self.name}"
+
     def __str__(self) -> str:
         schedule = self.settings.get("schedule")
-        return f"{self.flow.name}/{self.name}{f', cron {schedule.cron!r}' if schedule else ''}"
+        return f"{self.full_name}{f', cron {schedule.cron!r}' if schedule else ''}"
 
 
 def parse_schedule(cron: str | None, timezone: str) -> Schedule | None:
@@ -86,23 +91,32 @@ def load_configs(names: Sequence[str], overrides: Sequence[str]) -> dict[str, Ru
     return configs
 
 
-def config_offers(configs: Sequence[str], overrides: Sequence[str], schedule: Schedule | None) -> list[Offer]:
+def config_offers(
+    configs: Sequence[str], overrides: Sequence[str], schedule: Schedule | None, *, overlap: bool
+) -> list[Offer]:
     """Return an offer of `train` for each config and one of `pipeline` for each pipeline, with its file's name.
 
     Args:
         configs: The files or built-in configs.
         overrides: Changes to all of them.
         schedule: When a run of each is started; None: on request only.
+        overlap: Whether another one is started while one runs; it then waits for a slot of its pool.
     """
     offers = []
+    limit = None if overlap else ConcurrencyLimitConfig(limit=1, collision_strategy="CANCEL_NEW")
     for config in configs:
         flow, key = (entrypoints.pipeline, "file") if is_pipeline(config) else (entrypoints.train, "config")
         parameters = {key: config, "overrides": list(overrides)}
-        offers.append(Offer(flow, Path(config).stem, {"parameters": parameters, "schedule": schedule}))
+        settings = {"parameters": parameters, "schedule": schedule, "concurrency_limit": limit}
+        offers.append(Offer(flow, Path(config).stem, settings))
     return offers
 
 
 _OTHERS = (entrypoints.evaluate, entrypoints.export, entrypoints.prepare_data)
 # One run of each at a time, and no process for those that wait: a run may save a checkpoint after each step.
 _ONE_AT_A_TIME = {"concurrency_limit": ConcurrencyLimitConfig(limit=1, collision_strategy="ENQUEUE")}
-OTHER_OFFERS = tuple(Offer(flow, COMMON, _ONE_AT_A_TIME) for flow in _OTHERS)
+
+
+def other_offers(name: str) -> list[Offer]:
+    """Return an offer of each of the other flows, all of one name."""
+    return [Offer(flow, name, _ONE_AT_A_TIME) for flow in _OTHERS]

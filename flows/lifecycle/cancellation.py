@@ -24,7 +24,7 @@ from uuid import UUID
 
 import httpx
 from prefect import get_run_logger
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.runtime import flow_run
@@ -141,7 +141,14 @@ async def cancellable(work: Coroutine[Any, Any, Result]) -> Result | State:
         Pause: The flow run was suspended; `work` was cancelled, and has cleaned up.
         TerminationSignal: The process was terminated; the same.
     """
-    return await run_until(_end_requested(), terminable(work))
+    try:
+        return await run_until(_end_requested(), terminable(work))
+    except TerminationSignal:  # of a worker that has seen the request first: reported as a crash, it would be resumed
+        with suppress(TimeoutError):
+            async with get_client() as client:
+                if (state := await asyncio.wait_for(_find_end(client), POLL_SECONDS)) is not None:
+                    return state
+        raise
 
 
 async def terminable(work: Coroutine[Any, Any, Result], notice: Notice | None = None) -> Result:
@@ -226,15 +233,22 @@ def _same_handler() -> Iterator[None]:
 
 
 async def _end_requested() -> State:
-    """Return `Cancelled` when somebody has cancelled the flow run; raise `Pause` when it was suspended."""
+    """Wait until `_find_end` finds something."""
     async with get_client() as client:
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            try:
-                state = (await client.read_flow_run(UUID(flow_run.id))).state
-            except (httpx.HTTPError, PrefectException, ValueError):  # it is gone, or what answers for it is no server
-                continue
-            if state is not None and state.is_cancelling():
-                return Cancelled(message="cancelled in the Prefect UI; the run can be resumed")
-            if state is not None and state.is_paused() and state.name == Suspended().name:
-                raise Pause(state=state)
+            if (state := await _find_end(client)) is not None:
+                return state
+
+
+async def _find_end(client: PrefectClient) -> State | None:
+    """Return `Cancelled` if somebody has cancelled the flow run; raise `Pause` if it was suspended."""
+    try:
+        state = (await client.read_flow_run(UUID(flow_run.id))).state
+    except (httpx.HTTPError, PrefectException, ValueError):  # it is gone, or what answers for it is no server
+        return None
+    if state is not None and state.is_cancelling():
+        return Cancelled(message="cancelled in the Prefect UI; the run can be resumed")
+    if state is not None and state.is_paused() and state.name == Suspended().name:
+        raise Pause(state=state)
+    return None

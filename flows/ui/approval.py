@@ -93,20 +93,21 @@ async def _ask(report: StepReport, reason: str, timeout_seconds: int, attempt: i
 async def find_failed_queries(run: RunHandle, step: int) -> tuple[FailedQuery, ...]:
     """Return the queries of `approval.queries` that say what is wrong with a finished step; none without that setting.
 
-    They run in a thread of this process, in DuckDB's sandbox. One that takes too long is itself what is wrong.
+    They run in a thread of this process, in DuckDB's sandbox, over the newest steps. One that takes too long is itself
+    what is wrong.
     """
     folder = run.config.approval.queries
     if folder is None:
         return ()
-    from infra.history.sql import RunQueries, check_step, load_queries  # here, as runs without queries need no DuckDB
+    from infra.history import sql  # not at the top: runs without queries need no DuckDB
     from infra.history.views import SANDBOX
 
     try:
-        queries = load_queries(folder)
-        runs = await asyncio.to_thread(RunQueries, [RunDirectory.of(run)], SANDBOX)
+        queries, first = sql.load_queries(folder), step + 1 - sql.CHECK_STEPS
+        runs = await asyncio.to_thread(sql.RunQueries, [RunDirectory.of(run)], SANDBOX, first)
     except (PipelineError, OSError) as error:
         return (FailedQuery(name=folder, error=str(error)),)
     try:
-        return tuple(await asyncio.to_thread(check_step, runs, step, queries))
+        return tuple(await asyncio.to_thread(sql.check_step, runs, step, queries))
     finally:
         runs.stop()  # if this is cancelled

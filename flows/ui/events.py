@@ -114,14 +114,14 @@ class RunEvents:
         runs_dir: The folder that holds the run.
         num_reported: The steps that were finished before the run was resumed. Some of them may be run again, as they
             were: what went wrong in them is not reported again, or an automation would stop the run there each time.
+        checkpoint: The version of the newest checkpoint that was reported before; -1: none.
     """
 
-    def __init__(self, run_id: str, runs_dir: str, num_reported: int = 0) -> None:
+    def __init__(self, run_id: str, runs_dir: str, num_reported: int = 0, checkpoint: int = -1) -> None:
         self._run = {"run_id": run_id, "runs_dir": runs_dir}
         self._resource = {"prefect.resource.id": f"sluice.run.{run_id}", "prefect.resource.name": run_id}
-        self._num_reported = num_reported
+        self._num_reported, self._checkpoint = num_reported, checkpoint
         self._leader: Event | None = None  # that others follow
-        self._checkpoint = -1
         self._rewards: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._best_reward = -inf
         self._is_collapsed = False

@@ -102,8 +102,9 @@ class RunReporter:
         if not self._events.save_checkpoint(version):
             return
         assert version is not None
-        config = self._run.config
-        asset = checkpoints_of(RunDirectory.of(self._run), config.checkpoint)
+        config, directory = self._run.config, RunDirectory.of(self._run)
+        directory.write_reported_checkpoint(version)
+        asset = checkpoints_of(directory, config.checkpoint)
         await describe_checkpoint.materializing(asset, trained_on(config))(self._run, version, evals)
 
 

@@ -2,7 +2,7 @@
 
     /api/runs                                     {"runs": [trend of each run], "metrics": {name: {unit, meaning}}}
     /api/rows?run=&step=&where=&sort=&descending=1&offset=&limit=      a page of a step's rows
-    /api/row?run=&step=&row=                      {"rows": [one row with its tokens], "colorings": [...]}
+    /api/row?run=&step=&row=                      {"rows": [one row with its tokens], "colorings": [...], "runs": [ids]}
     /api/group?run=&step=&group=&offset=          the same for the samples of one prompt, and "num_found"
 
 `infra.history.row_table` and `row_tokens` say what is in them. An error is `{"error": one line}`, with status
@@ -80,7 +80,7 @@ class ViewApi:
     def _row(self, parameters: Parameters) -> dict[str, Any]:
         kept, step = self._open(parameters)
         rows = read_row_tokens(kept, step, [_number(parameters, "row")], self._texts_of(kept))
-        return {"rows": rows, "colorings": colorings(rows)}
+        return {"rows": rows, "colorings": colorings(rows), "runs": list(self._directories)}
 
     def _group(self, parameters: Parameters) -> dict[str, Any]:
         kept, step = self._open(parameters)

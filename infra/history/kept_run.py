@@ -63,10 +63,11 @@ class KeptRun:
 
     Args:
         directory: The run's.
-        only: The step to open; None: all.
+        only: The step to open; None: all from `first` on.
+        first: The first step to open.
     """
 
-    def __init__(self, directory: RunDirectory, only: int | None = None) -> None:
+    def __init__(self, directory: RunDirectory, only: int | None = None, first: int = 0) -> None:
         self.directory, self.run_id = directory, directory.run_id
         self.batches: dict[int, BatchHandle] = {}  # by step
         self.missing: str | None = None  # why there are none
@@ -75,7 +76,8 @@ class KeptRun:
         except RunError as error:
             self.missing = str(error)
             return
-        self.batches = _load_batches(self._store, self._store.steps() if only is None else [only])
+        steps = [step for step in self._store.steps() if step >= first] if only is None else [only]
+        self.batches = _load_batches(self._store, steps)
 
     def batch(self, step: int) -> BatchHandle:
         """Return the batch of a step.

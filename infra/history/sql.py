@@ -15,15 +15,16 @@ Views:
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
 from infra.history.kept_run import KeptRun, ranges
-from infra.history.views import NO_NETWORK, Options, StepQueries, named_columns, one_line
+from infra.history.views import NO_NETWORK, IsNamed, Options, StepQueries, named_columns, named_tables, one_line
 from infra.storage.lineage import load_fork
 from infra.storage.run_list import run_state
 from infra.storage.runs import RunDirectory
@@ -34,6 +35,7 @@ from schemas.step import FailedQuery
 MetricRow = tuple[str, int, str, float]
 STEP = "step"  # the parameter of a saved query, `$step`: the finished step
 CHECK_SECONDS = 300.0  # for all saved queries of a step
+CHECK_STEPS = 50  # that saved queries see, the newest ones: a long run has thousands
 SHOWN_ROWS = 3  # of what a saved query returns
 
 
@@ -56,22 +58,25 @@ class RunQueries:
     Args:
         directories: The runs.
         options: DuckDB's settings.
+        first: The first step that is seen, of `runs` and `evals` all.
 
     Raises:
         RunError: Two have the same id, or the files of one are of another version of Sluice.
     """
 
-    def __init__(self, directories: Sequence[RunDirectory], options: Options = NO_NETWORK) -> None:
+    def __init__(self, directories: Sequence[RunDirectory], options: Options = NO_NETWORK, first: int = 0) -> None:
         names = [directory.run_id for directory in directories]
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise RunError(f"two of the runs have the id {repeated}; ask for one of them only")
-        self._runs, self._options = [KeptRun(directory) for directory in directories], options
+        self._runs, self._options = [KeptRun(directory, first=first) for directory in directories], options
         self._asked: StepQueries | None = None  # by `query`
         self._is_stopped = False
-        self._tables = {
-            "runs": _runs_table(directories),
-            **_step_tables(directories),
-            "evals": _evals_table(directories),
+        steps = cache(partial(_step_tables, directories, first))
+        self._tables: dict[str, Callable[[], pa.Table]] = {  # made when a query names them: runs may be long
+            "runs": cache(partial(_runs_table, directories)),
+            "steps": lambda: steps()["steps"],
+            "metrics": lambda: steps()["metrics"],
+            "evals": cache(partial(_evals_table, directories)),
         }
 
     def sql(self, query: str) -> duckdb.DuckDBPyRelation:
@@ -80,7 +85,7 @@ class RunQueries:
         Raises:
             duckdb.Error: DuckDB rejects the query or, when the result is read, a column of it is lost or damaged.
         """
-        return self._open(query).connection.sql(query)
+        return self._open(query, lambda name: True).connection.sql(query)
 
     def query(
         self, sql: str, parameters: dict[str, object] | None = None, timeout_seconds: float | None = None
@@ -93,7 +98,7 @@ class RunQueries:
         """
         check_query(sql)
         try:
-            with self._open(sql) as self._asked, self._asked.errors(timeout_seconds):
+            with self._open(sql, named_tables(sql)) as self._asked, self._asked.errors(timeout_seconds):
                 if self._is_stopped:
                     raise QueryError("the queries were stopped")
                 return self._asked.connection.sql(sql, params=parameters).to_arrow_table()
@@ -118,8 +123,9 @@ class RunQueries:
             if steps
         )
 
-    def _open(self, sql: str) -> StepQueries:
-        return StepQueries(self._runs, self._tables, self._options, named_columns(sql))
+    def _open(self, sql: str, is_named: IsNamed) -> StepQueries:
+        tables = {name: make() for name, make in self._tables.items() if is_named(name)}
+        return StepQueries(self._runs, tables, self._options, named_columns(sql))
 
 
 def check_query(sql: str) -> None:
@@ -170,12 +176,12 @@ def _runs_table(directories: Sequence[RunDirectory]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema)
 
 
-def _step_tables(directories: Sequence[RunDirectory]) -> dict[str, pa.Table]:
-    """Return `steps` and `metrics`."""
+def _step_tables(directories: Sequence[RunDirectory], first: int) -> dict[str, pa.Table]:
+    """Return `steps` and `metrics`, from a first step on."""
     steps: list[dict[str, object]] = []
     metrics: list[MetricRow] = []
     for directory in directories:
-        for report in directory.metrics.steps():
+        for report in directory.metrics.last_steps(first):
             values = {**report.telemetry, **report.metrics}
             fixed = report.model_dump(include={"step", "policy_version", "seconds", "started_at", "plan", "config"})
             steps.append({"run_id": directory.run_id, **values, **fixed})

@@ -230,13 +230,26 @@ def _num_branches(run: KeptRun, step: int, _: str) -> pa.Array | None:
 
 def named_columns(sql: str) -> IsNamed:
     """Return which columns a query names, by its parse, or takes all of with a star."""
-    ((text,),) = duckdb.connect().execute("select json_serialize_sql($1)", [sql]).fetchall()
-    if (tree := json.loads(text))["error"]:  # no `select`, such as a pivot
+    if (nodes := _parse(sql)) is None:
         return lambda name: True
-    nodes = list(_nodes(tree))
     names = {name.lower() for node in nodes for key in NAMES for name in node.get(key, ())}
     stars = [set(map(str.lower, node["exclude_list"])) for node in nodes if node.get("class") == "STAR"]
     return lambda name: name in names or any(name not in excluded for excluded in stars)
+
+
+def named_tables(sql: str) -> IsNamed:
+    """Return which tables and views a query names, by its parse."""
+    if (nodes := _parse(sql)) is None:
+        return lambda name: True
+    names = {str(node.get("table_name")).lower() for node in nodes}
+    return lambda name: name in names
+
+
+def _parse(sql: str) -> list[dict[str, Any]] | None:
+    """Return the nodes of a query's parse; None if it is no `select`, such as a pivot."""
+    ((text,),) = duckdb.connect().execute("select json_serialize_sql($1)", [sql]).fetchall()
+    tree = json.loads(text)
+    return None if tree["error"] else list(_nodes(tree))
 
 
 def _nodes(tree: object) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol
 
 from infra.monitors.rows import Position, Row
@@ -38,16 +39,19 @@ class Delivery:
     """Delivers rows in order to a sink, which it opens.
 
     The rows that the sink refuses are kept, and delivered with the next one that it accepts, by a sink that is opened
-    again. Only the first error is logged.
+    again. That one also gets the rows that the broken one took and lost. Only the first error is logged.
 
     Args:
         name: The monitor's name, for messages.
         open_sink: Opens the sink.
+        recorded: Returns all rows so far, in order.
         log: Where an error is reported.
     """
 
-    def __init__(self, name: str, open_sink: Callable[[], Sink], log: Log) -> None:
-        self._name, self._open_sink, self._log = name, open_sink, log
+    def __init__(
+        self, name: str, open_sink: Callable[[], Sink], recorded: Callable[[], Iterable[Row]], log: Log
+    ) -> None:
+        self._name, self._open_sink, self._recorded, self._log = name, open_sink, recorded, log
         self._sink: Sink | None = None
         self._position = Position()
         self._waiting: deque[Row] = deque()
@@ -90,7 +94,10 @@ class Delivery:
         try:
             work()
         except Exception as error:  # noqa: BLE001  a tracker's library may raise anything, and no run fails for it
-            self._sink = None
+            broken, self._sink = self._sink, None
+            if broken is not None:
+                with suppress(Exception):
+                    broken.close(False)
             if not self._has_failed:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())  # a library's message may have many lines
                 self._log.warning("monitor %s failed, and is tried again after each step: %s", self._name, reason)
@@ -100,13 +107,18 @@ class Delivery:
         if self._sink is None:
             self._sink = self._open_sink()
             self._position = self._sink.position()
+            for row in self._recorded() if self._has_failed else ():
+                self._write(self._sink, row)
         while self._waiting:
-            row = self._waiting[0]
-            if not self._position.includes(row):
-                self._sink.log(row)
-                self._position = self._position.after(row)
+            self._write(self._sink, self._waiting[0])
             self._waiting.popleft()
 
+    def _write(self, sink: Sink, row: Row) -> None:
+        if not self._position.includes(row):
+            sink.log(row)
+            self._position = self._position.after(row)
+
     def _close(self) -> None:
-        if self._sink is not None:
-            self._sink.close(self._succeeded)
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.close(self._succeeded)

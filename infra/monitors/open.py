@@ -1,8 +1,9 @@
 """Open the monitors that a config lists."""
 
+import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,17 +79,18 @@ class Monitors:
             delivery.put(row)
 
 
-@contextmanager
-def open_monitors(directory: RunDirectory, config: RunConfig, log: Log) -> Iterator[Monitors]:
-    """Open the run's monitors, in the background.
+@asynccontextmanager
+async def open_monitors(directory: RunDirectory, config: RunConfig, log: Log) -> AsyncIterator[Monitors]:
+    """Open the run's monitors, in the background; other runs of this process go on while they are closed.
 
     Args:
         directory: The run's directory.
         config: The run's configuration.
         log: Where a monitor's first error is reported.
     """
+    recorded = partial(recorded_rows, directory.metrics)
     deliveries = [
-        Delivery(kind_of(type(monitor)), partial(OPENERS, monitor, directory, config), log)
+        Delivery(kind_of(type(monitor)), partial(OPENERS, monitor, directory, config), recorded, log)
         for monitor in config.monitors
     ]
     monitors, succeeded = Monitors(directory.run_id, deliveries), False
@@ -96,7 +98,7 @@ def open_monitors(directory: RunDirectory, config: RunConfig, log: Log) -> Itera
         yield monitors
         succeeded = True
     finally:
-        monitors.close(succeeded)
+        await asyncio.to_thread(monitors.close, succeeded)
 
 
 def require_monitors(config: RunConfig) -> None:

@@ -76,8 +76,9 @@ class WandbSink:
 
     def log(self, row: Row) -> None:
         """Add a history row."""
-        self._last = 2 * row.step + (row.axis == "step")  # so that the run's own step tells which row was its last
-        self._run.log(row.values, step=self._last, commit=True)
+        number = 2 * row.step + (row.axis == "step")  # so that the run's own step tells which row was its last
+        self._run.log(row.values, step=number, commit=True)
+        self._last = number
 
     def close(self, succeeded: bool) -> None:
         """Deliver everything, and set the run's status."""

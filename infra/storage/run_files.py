@@ -76,6 +76,8 @@ class MetricsFile:
 
     def last_steps(self, first: int) -> list[StepReport]:
         """Return the reports of the finished steps from `first` on; only the end of the file is read."""
+        if first <= 0:
+            return self.steps()
         return [*takewhile(lambda report: report.step >= first, self._newest_steps())][::-1]
 
     def _newest_steps(self) -> Iterator[StepReport]:
@@ -93,10 +95,11 @@ class MetricsFile:
 
     def events(self) -> list[RunEvent]:
         """Return the run's starts, resumes and restarts."""
+        reports = tuple(map(_beginning, ("step", "eval")))
         return [
-            self._checked(number, partial(RunEvent.model_validate, row))
-            for number, row in enumerate(self._rows(), start=1)
-            if row["kind"] not in ("step", "eval")
+            self._checked(number, partial(RunEvent.model_validate_json, line))
+            for number, line in enumerate(self._lines.read(), start=1)
+            if not line.startswith(reports)
         ]
 
     def modified(self) -> float | None:

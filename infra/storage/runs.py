@@ -311,6 +311,15 @@ class RunDirectory:
         """Write the finished run's summary."""
         self.folder.write("summary.json", summary.model_dump_json(indent=2).encode())
 
+    def reported_checkpoint(self) -> int:
+        """Return the version of the newest checkpoint that a driver has reported to Prefect; -1: none."""
+        content = self.folder.read("reported.json")
+        return -1 if content is None else int(content)
+
+    def write_reported_checkpoint(self, version: int) -> None:
+        """Note that a checkpoint was reported: a resumed run doesn't report it again."""
+        self.folder.write("reported.json", str(version).encode())
+
     def _lines(self, name: str, suffix: str) -> Lines:
         if self.is_local:
             return LocalLines(self.path / f"{name}{suffix}")

@@ -10,7 +10,7 @@ from uuid import UUID
 import psutil
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleUpdate, DeploymentUpdate
-from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.events.filters import EventFilter, EventNameFilter, EventRelatedFilter
@@ -73,6 +73,10 @@ class Deployed:
         related = EventRelatedFilter(id=[f"prefect.flow-run.{flow_run}"])
         wanted = EventFilter(event=EventNameFilter(name=[f"prefect.worker.{what}-flow-run"]), related=related)
         return self.place.ask(lambda client: client.read_events(wanted, limit=1)).total
+
+    def has_logged(self, flow_run: UUID, text: str) -> bool:
+        chosen = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run]))
+        return any(text in log.message for log in self.place.ask(lambda client: client.read_logs(chosen)))
 
     def wait_for_state(self, flow_run: UUID, *names: str) -> FlowRun:
         self.wait_for(lambda: self.flow_run(flow_run).state_name in names)

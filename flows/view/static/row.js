@@ -15,7 +15,7 @@ export async function showRow(page, query, place) {
   page.append(
     el("h1", {}, `Row ${place.row} of step ${place.step}`),
     neighbors(rows[0]),
-    besideForm(rows[0], others[0], query),
+    besideForm(rows[0], others[0], query, answers[0].runs),
     rows[0].no_token_texts ? el("p", { className: "note" }, `tokens are shown by their ids: ${rows[0].no_token_texts}`) : "",
     rows.length > 1 ? comparison(rows, differs) : "",
     colorChoice(merged(answers.map(({ colorings }) => colorings)), boxes, query),
@@ -38,22 +38,18 @@ function neighbors({ run_id, step, row, num_rows }) {
     el("span", { className: "note" }, `${shown(num_rows)} rows`));
 }
 
-function besideForm(row, other, query) {
+function besideForm(row, other, query, runs) {
+  const second = runs.find((run) => run !== row.run_id); // else this run's step before
+  const proposed = { run: second ?? row.run_id, step: second ? row.step : Math.max(0, row.step - 1), row: row.row };
   const inputs = ["run", "step", "row"].map((name) => el("input", {
     name, ariaLabel: `other ${name}`, placeholder: name, required: true, inputMode: name === "run" ? "text" : "numeric",
-    value: other?.[name] ?? { run: row.run_id, step: "", row: row.row }[name] }));
+    value: (other ?? proposed)[name] }));
   const form = el("form", { className: "beside" }, el("span", {}, "side by side with run, step, row: "), inputs, el("button", {}, "Compare"),
     query.has("beside") ? link(withQuery({ beside: null }), "close") : null);
   form.onsubmit = (event) => {
     event.preventDefault();
     location.href = withQuery({ beside: inputs.map(({ value }) => value.trim()).join("/"), at: null });
   };
-  ask("runs").then(({ runs }) => { // the other run, if there is one, else this run's step before
-    if (other) return;
-    const second = runs.find(({ run_id }) => run_id !== row.run_id);
-    inputs[0].value = second?.run_id ?? row.run_id;
-    inputs[1].value = second ? row.step : Math.max(0, row.step - 1);
-  }).catch(() => undefined); // it only fills in the form
   return form;
 }
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deploy_commands import parse, settings_are_accepted
 from tests.support.deploy_files import DEPLOY
 
 SCRIPT = DEPLOY / "slurm" / "train.sbatch"
 JOB = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_CPUS_ON_NODE": "1"}
+BUCKET = "s3://sluice/runs"
 
 
 def test_the_script_says_what_it_needs() -> None:
@@ -34,6 +36,26 @@ def test_a_driver_machine_ends_though_its_prefect_worker_hangs(tmp_path: Path) -
     )
     assert ended.returncode == 1
     assert b"Ray or the Prefect worker has ended" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings", "runs_dir"),
+    [({}, (), "runs"), ({"RUNS_DIR": BUCKET}, (), BUCKET), ({"RUNS_DIR": BUCKET}, ("runtime.runs_dir=own",), "own")],
+)
+def test_a_job_starts_or_resumes_a_run_in_the_user_s_folder(
+    variables: dict[str, str], settings: tuple[str, ...], runs_dir: str
+) -> None:
+    text = SCRIPT.read_text()
+    call = text[text.index("settings=(") : text.index("driver=$!")]
+    script = (
+        f"sluice() {{ printf '%s\\n' \"$@\"; }}\nconfig=$1 run_id=one services=own host=h port=1\nshift\n{call}wait"
+    )
+    command = ["bash", "-euc", script, "bash", "train.toml", *settings]
+    environment = {"PATH": os.environ["PATH"], **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found = parse(["sluice", *done.stdout.splitlines()])
+    assert (found["config_path"], found["run_id"], found["resumes"]) == ("train.toml", "one", True)
+    assert settings_are_accepted(found["overrides"]).runtime.runs_dir == runs_dir  # type: ignore[arg-type]
 
 
 def test_slurm_s_options() -> None:

@@ -172,6 +172,10 @@ def test_a_run_that_was_extended_is_complete_only_with_a_summary_of_its_last_ste
         )
     code, out, _ = sluice("resume", str(directory.path))
     assert (code, "run more is complete: 2 of 2 steps; nothing to resume" in out) == (0, True)
+    again = ("train", "tiny.toml", "steps=2", "--run-id", "more", f"runtime.runs_dir={tmp_path}")
+    assert_rejected(sluice(*again), "run 'more' exists; resume it with: sluice resume")
+    assert "run more is complete: 2 of 2 steps; nothing to resume" in sluice(*again, "--resume").out
+    assert_rejected(sluice("train", "tiny.toml", "--resume"), "--resume goes with --run-id")
     directory.write_summary(directory.summary().replace(steps=1))
     expected = ("the columns of one step take", "more than store.capacity_bytes = 2000; set it to at least")
     assert_rejected(sluice("resume", str(directory.path), "store.capacity_bytes=2000"), *expected)  # it is checked

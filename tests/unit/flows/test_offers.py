@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect.events import Event
@@ -87,7 +89,7 @@ def test_saved_queries_are_checked_with_the_config(tmp_path: Path, monkeypatch: 
             load_config(Path("tiny.toml"), overrides)
 
 
-def test_queries_of_a_step_are_answered_in_the_sandbox(tmp_path: Path) -> None:
+def test_queries_of_a_step_are_answered_in_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = make_small_run(tmp_path)
     (tmp_path / "queries").mkdir()
     (tmp_path / "queries" / "long.sql").write_text("select row from rows where step = $step and row > 3")
@@ -96,6 +98,9 @@ def test_queries_of_a_step_are_answered_in_the_sandbox(tmp_path: Path) -> None:
     run = RunHandle(run_id="demo", identity="demo", directory=directory.url, config=asked, store_incarnation="a")
     assert asyncio.run(find_failed_queries(run, 3)) == (FailedQuery(name="long", num_rows=1, rows=('{"row": 4}',)),)
     assert asyncio.run(find_failed_queries(run.replace(config=config), 3)) == ()
+    monkeypatch.setattr("infra.history.sql.CHECK_STEPS", 1)
+    (tmp_path / "queries" / "long.sql").write_text("select distinct step from rows")
+    assert asyncio.run(find_failed_queries(run, 3))[0].rows == ('{"step": 3}',)
     (tmp_path / "queries" / "long.sql").unlink()
     (failed,) = asyncio.run(find_failed_queries(run, 3))
     assert "has no file that ends in .sql" in str(failed.error)
@@ -193,6 +198,32 @@ def test_a_resumed_run_knows_the_best_reward_of_its_own_steps(
         events.complete_step(report)
     found = [event.payload for event in emitted if event.event == RewardCollapsed.event]
     assert [(payload["step"], round(payload["best_reward"], 6)) for payload in found] == collapsed
+
+
+def test_a_checkpoint_is_reported_once_by_all_drivers(
+    tmp_path: Path, emitted: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, materialized = make_small_run(tmp_path), []
+
+    class Described:
+        """Stands for the Prefect task."""
+
+        @staticmethod
+        def materializing(*_: object) -> Callable[..., Coroutine[Any, Any, None]]:
+            async def describe(run: RunHandle, version: int, evals: object) -> None:
+                materialized.append(version)
+
+            return describe
+
+    monkeypatch.setattr("flows.ui.reporter.describe_checkpoint", Described)
+    config = directory.config()
+    run = RunHandle(run_id="demo", identity="demo", directory=directory.url, config=config, store_incarnation="a")
+    for versions in ((1, 2), (2, 2, 3), (3,)):  # of three drivers: a resumed one finds the newest version again
+        events = RunEvents("demo", directory.runs_dir, checkpoint=directory.reported_checkpoint())
+        reporter = RunReporter(run, None, Monitors("demo", []), events, directory.metrics)  # type: ignore[arg-type]
+        for version in versions:
+            asyncio.run(reporter.checkpoint(version, []))
+    assert [event.payload["step"] for event in emitted] == materialized == [1, 2, 3]
 
 
 def test_a_lost_event_delays_no_later_step(emitted: list[Event]) -> None:

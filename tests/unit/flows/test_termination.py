@@ -7,7 +7,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -45,11 +45,13 @@ class ProxyOrServer(BaseHTTPRequestHandler):
     """Answers as a proxy does whose server is gone, and then as a server of which a flow run is cancelled."""
 
     num_answers = 0
+    num_of_proxy = 2
 
     def do_GET(self) -> None:
         type(self).num_answers += "flow_runs" in self.path
         run = FlowRun(id=uuid.UUID(int=1), flow_id=uuid.uuid4(), state=Cancelling())
-        body = b"<html>starting</html>" if self.num_answers < 3 else run.model_dump_json().encode()
+        is_proxy = self.num_answers <= self.num_of_proxy
+        body = b"<html>starting</html>" if is_proxy else run.model_dump_json().encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(body)
@@ -58,20 +60,49 @@ class ProxyOrServer(BaseHTTPRequestHandler):
         pass
 
 
-def test_an_answer_that_is_no_servers_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", str(uuid.UUID(int=1)))
-    cleaned = list[str]()
-    with ThreadingHTTPServer(("127.0.0.1", 0), ProxyOrServer) as server:
+@contextmanager
+def answered_by(handler: type[ProxyOrServer]) -> Iterator[None]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
             with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{server.server_port}/api"}):
-                state = asyncio.run(cancellable(work(cleaned)))
+                yield
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_an_answer_that_is_no_servers_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", str(uuid.UUID(int=1)))
+    cleaned = list[str]()
+    with answered_by(ProxyOrServer):
+        state = asyncio.run(cancellable(work(cleaned)))
     assert isinstance(state, State)
     assert (state.is_cancelled(), cleaned, ProxyOrServer.num_answers) == (True, ["work"], 3)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_termination_by_a_worker_that_cancels_the_run_is_no_crash(
+    is_cancelled: bool, monkeypatch: pytest.MonkeyPatch, received: list[int]
+) -> None:
+    class Server(ProxyOrServer):
+        num_of_proxy = 0 if is_cancelled else 10**9  # then it can't be asked
+
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", str(uuid.UUID(int=1)))
+    monkeypatch.setattr("flows.lifecycle.cancellation._end_requested", asyncio.Event().wait)  # it has not looked yet
+    cleaned = list[str]()
+
+    async def run() -> object:
+        with capture_sigterm():
+            asyncio.get_running_loop().call_later(0.01, terminate)
+            return await cancellable(work(cleaned))
+
+    with answered_by(Server), nullcontext() if is_cancelled else pytest.raises(TerminationSignal):
+        state = asyncio.run(run())
+        assert isinstance(state, State)
+        assert state.is_cancelled()
+    assert cleaned == ["work"]
 
 
 def test_a_termination_that_the_event_loop_swallows_ends_the_work(received: list[int]) -> None:

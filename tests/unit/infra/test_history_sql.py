@@ -239,3 +239,21 @@ def test_the_values_of_rows_are_read_by_row(run: RunDirectory, monkeypatch: pyte
     monkeypatch.setattr(views, "_take", lambda column, rows: taken.append(len(rows)) or take(column, rows))
     assert len(rows_of(RunQueries([run]), "select reward, position from tokens")) == 2 * 28
     assert sum(taken) == 2 * 5
+
+
+def test_only_what_a_query_names_is_read(run: RunDirectory, queries: RunQueries) -> None:
+    metrics = run.path / "metrics.jsonl"
+    metrics.write_text('{"kind": "step", "step": 0}\n')  # a damaged line
+    steps = "select distinct step from rows order by step"
+    assert rows_of(queries, steps) == [{"step": 2}, {"step": 3}]
+    for named in ("from steps", "from rows where step in (select step from METRICS)", "describe steps"):
+        with pytest.raises(RunError, match="line 1 is damaged"):
+            queries.query(named)
+    metrics.unlink()
+    report = StepReport(step=0, policy_version=1, metrics={"reward": 0.5}, seconds=1.0, seconds_by_phase={})
+    for step in range(4):
+        run.metrics.append_step(report.replace(step=step))
+    newest = RunQueries([run], first=3)
+    assert [rows_of(newest, f"select distinct step from {view}") for view in ("rows", "steps", "metrics")] == [
+        [{"step": 3}]
+    ] * 3

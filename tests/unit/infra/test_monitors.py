@@ -1,7 +1,9 @@
 """Monitors: what a row holds, how rows are delivered to a sink that fails, and what is checked before a run."""
 
+import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -168,7 +170,7 @@ def test_a_sink_that_fails_gets_every_row_once_and_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     down, path = True, tmp_path / "run.jsonl"
-    delivery = Delivery("lines", lambda: Unreliable(path, lambda: down), logging.getLogger("test"))
+    delivery = Delivery("lines", lambda: Unreliable(path, lambda: down), list, logging.getLogger("test"))
     for step in range(3):
         delivery.put(row(step))
     wait_until(lambda: "lines failed" in caplog.text)
@@ -183,9 +185,35 @@ def test_a_sink_that_fails_gets_every_row_once_and_is_reported_once(
     ]
 
 
+def test_a_sink_that_loses_what_it_took_gets_it_again(tmp_path: Path) -> None:
+    path, rows, closed = tmp_path / "run.jsonl", [row(step) for step in range(4)], []
+
+    class Losing(JsonlSink):
+        def log(self, row: Row) -> None:
+            if row.step == 2 and not closed:
+                raise ConnectionError("its service has ended")
+            super().log(row)
+
+        def close(self, succeeded: bool) -> None:
+            super().close(succeeded)
+            closed.append(succeeded)
+            if not succeeded:
+                path.unlink()
+
+    delivery = Delivery("lines", lambda: Losing(path), lambda: rows, logging.getLogger("test"))
+    for each in rows[:3]:
+        delivery.put(each)
+    wait_until(lambda: bool(closed))
+    delivery.put(rows[3])
+    delivery.end(succeeded=True)
+    delivery.join(time.monotonic() + 3600)
+    assert held_by(path) == [0, 1, 2, 3]
+    assert closed == [False, True]
+
+
 def test_a_sink_that_blocks_blocks_nobody(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    delivery = Delivery("lines", partial(time.sleep, 3600), logging.getLogger("test"))  # type: ignore[arg-type]
+    delivery = Delivery("lines", partial(time.sleep, 3600), list, logging.getLogger("test"))  # type: ignore[arg-type]
     delivery.put(row(0))
     delivery.end(succeeded=True)
     delivery.join(time.monotonic())
@@ -198,9 +226,38 @@ def test_a_config_may_list_several_of_a_kind(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     directory.metrics.append_step(STEP)
-    with open_monitors(directory, config, logging.getLogger("test")) as monitors:
-        monitors.log_recorded(directory.metrics)
+
+    async def run() -> None:
+        async with open_monitors(directory, config, logging.getLogger("test")) as monitors:
+            monitors.log_recorded(directory.metrics)
+
+    asyncio.run(run())
     assert [held_by(folder / "run.jsonl") for folder in folders] == [[6], [6]]
+
+
+def test_other_runs_go_on_while_a_monitor_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = run_config(monitors=[{"kind": "jsonl", "folder": str(tmp_path)}])
+    directory, other_ran = RunDirectory(tmp_path / "run"), threading.Event()
+
+    def open_slowly(path: Path) -> JsonlSink:
+        other_ran.wait()
+        return JsonlSink(path)
+
+    async def other_run() -> None:
+        other_ran.set()
+
+    async def run() -> None:
+        async with open_monitors(directory, config, logging.getLogger("test")) as monitors:
+            monitors.log_step(STEP)
+            other = asyncio.create_task(other_run())  # it gets its turn when this one waits
+        await other
+
+    monkeypatch.setattr("infra.monitors.open.JsonlSink", open_slowly)
+    asyncio.run(run())
+    assert held_by(tmp_path / "run.jsonl") == [6]
+    assert not caplog.records  # it was not given up
 
 
 NAMES = [
