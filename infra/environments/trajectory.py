@@ -98,6 +98,7 @@ class TrajectoryBuilder:
 
     Attributes:
         place: The number of its row in the engine, once it has one.
+        is_apart: Whether its newest turn is another one than that of its row in the engine.
         tools: Those of the chat of its next turn.
     """
 
@@ -114,6 +115,7 @@ class TrajectoryBuilder:
         is_restarted: bool = False,
     ) -> None:
         self.number, self.seed, self.failure, self.place, self.tools = number, seed, failure, -1, tools
+        self.is_apart = False
         self.tokens = np.asarray(prompt_ids, dtype=np.int64)  # [P + R], prompt and tokens so far, of all branches
         self.turns: list[Turn] = []
         self._branches = [(0, -1)]  # where in `tokens` the tokens of each begin, and the one that they go on from
