@@ -133,6 +133,15 @@ class Generation:
     experts: "TokenExperts | None" = None  # None: the engine doesn't record them
     sampling_mask: "SamplingMask | None" = None  # None: the sampling doesn't keep it
 
+    def beginning(self, size: int) -> "Generation":
+        """Return its first tokens, 1 <= `size` <= R, as if the last of them had stopped it; of one set of weights."""
+        mask = self.sampling_mask
+        if mask is not None:
+            counts = mask.counts[:size]
+            mask = SamplingMask(counts, mask.token_ids[: counts.sum()])
+        return Generation(self.token_ids[:size], self.logprobs[:size], "stop", sampling_mask=mask)
+
+
 
 @dataclass(frozen=True)
 class TokenExperts:

@@ -4,6 +4,7 @@ While some rows sample, the environments of others answer; `environment.resume_r
 In lockstep and by batch, the same batch gives the same trajectories, bit for bit, however long the environments take.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -11,6 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptRow
@@ -20,10 +22,11 @@ from infra.environments.bridge import Dialogue
 from infra.environments.journal import Journal
 from infra.environments.pool import EnvironmentPool
 from infra.environments.slot import ALL_CALLS, Reply
-from infra.environments.trajectory import EpisodeEnd, Trajectory, TrajectoryBuilder
+from infra.environments.program import write_turn
+from infra.environments.trajectory import EpisodeEnd, Trajectory, TrajectoryBuilder, TurnSampling
 from rl_core.rollout.chat import decode_text
 from rl_core.rollout.seeding import derive_seed
-from schemas.config.environment import TurnLimits
+from schemas.config.environment import ProgramEnvironment, TurnLimits
 from schemas.errors import ChatTemplateError
 
 _TOOL_TIMEOUT = "error: the call took longer than {:g} s and was stopped"
@@ -141,6 +144,7 @@ class _Reset(NamedTuple):
     failure: str | None = None
     seconds: float = 0.0
     requests: Mapping[str, float] | None = None
+    asked: TurnSampling = TurnSampling()
 
 
 class Episodes:
@@ -262,14 +266,14 @@ class Episodes:
             while turns.num_unfinished or len(waiting):
                 for row, sampled in turns.step():
                     dialogue = self._dialogue_of(prompts[row.number])
-                    turn = self._answers.add_turn(row.number, sampled)
+                    turn = self._answers.add_turn(row.number, self._cut(row, sampled))
                     row.is_apart = not np.array_equal(turn.token_ids, sampled.token_ids)
                     if (end := self._end_of_turn(row, dialogue, turn, sampling)) is not None:
                         turns.end(row)
                         yield self._finish(row, end)
                     else:
                         assert dialogue is not None, "a row without an environment ends with its first turn"
-                        waiting.await_answer(row.number, dialogue.action(row.turns[-1], len(row.context)))
+                        waiting.await_answer(row.number, self._action(row, dialogue, turn))
                 for number, reply in waiting.resumed(turns.num_unfinished):
                     row, dialogue = builders[number], self._dialogue_of(prompts[number])
                     assert dialogue is not None, "a row without an environment gets no answer"
@@ -292,10 +296,14 @@ class Episodes:
         if dialogue is None or reply is None:
             return prompt, _Reset()
         prompt, failure = dialogue.begin(prompt, reply)
-        return prompt, _Reset(failure, reply.seconds, reply.requests)
+        try:
+            asked = _asked(reply)
+        except ChatTemplateError as error:
+            asked, failure = TurnSampling(), f"reset: {error}"
+        return prompt, _Reset(failure, reply.seconds, reply.requests, asked)
 
     def _builder(self, number: int, prompt: PromptRow, seed: int, *, is_restarted: bool = False) -> TrajectoryBuilder:
-        failure, seconds, requests = self._resets[number]
+        failure, seconds, requests, asked = self._resets[number]
         return TrajectoryBuilder(
             number,
             prompt.prompt_ids,
@@ -304,6 +312,7 @@ class Episodes:
             seconds,
             requests=requests,
             tools=prompt.tools,
+            asked=asked,
             is_restarted=is_restarted,
         )
 
@@ -316,6 +325,7 @@ class Episodes:
         """Return the requests of rows' next turns, in their order."""
         requests = []
         limits = [_turn_limit(row, dialogue, sampling) for row, dialogue in zip(rows, dialogues, strict=True)]
+        limits = [min(limit, row.asked.max_tokens or limit) for row, limit in zip(rows, limits, strict=True)]
         # Neighbors that share tokens and limit are one request, whose tokens are prefilled once.
         by_start = groupby(zip(rows, limits, strict=True), key=lambda each: (each[0].context.tobytes(), each[1]))
         for (_, limit), members in by_start:
@@ -329,12 +339,38 @@ class Episodes:
     ) -> EpisodeEnd | None:
         """Add a turn to its row; return why the trajectory ends with it, or None."""
         ended = turn.finish_reason == "stop" and turn.token_ids[-1] in sampling.stop_token_ids
+        limit = _turn_limit(row, dialogue, sampling)
         row.add_turn(turn, self._text(turn.token_ids[:-1] if ended else turn.token_ids))
         if row.failure is not None:
             return "failed"
-        if turn.finish_reason == "length":  # no environment answers half a turn
+        if turn.finish_reason == "length" and len(turn.token_ids) >= limit:  # no environment answers half a turn
             return "length" if row.num_tokens >= sampling.max_response_tokens else "turn_length"
         return "done" if dialogue is None else None
+
+    def _cut(self, row: TrajectoryBuilder, turn: Generation) -> Generation:
+        """Return a turn up to the token that completes a stop string of its request, if one does."""
+
+        def stops(size: int) -> bool:
+            text = self._text(turn.token_ids[:size])
+            return any(string in text for string in row.asked.stop)
+
+        length = len(turn.token_ids)
+        if not row.asked.stop or not stops(length):
+            return turn
+        return turn.beginning(1 + bisect_left(range(1, length), True, key=stops))
+
+    def _action(self, row: TrajectoryBuilder, dialogue: Dialogue, turn: Generation) -> str:
+        """Return what the environment gets of its row's newest turn: a program, without the stop string and after."""
+        text, asked = row.turns[-1].action, row.asked
+        if not isinstance(dialogue.config, ProgramEnvironment):
+            return text
+        end, stop = min(((at, stop) for stop in asked.stop if (at := text.find(stop)) >= 0), default=(len(text), ""))
+        num_tokens, is_cut, logprobs = len(turn.token_ids), turn.finish_reason == "length", None
+        if asked.logprobs:
+            texts = [self._text(turn.token_ids[at : at + 1]) for at in range(num_tokens)]
+            logprobs = [*zip(texts, turn.logprobs.tolist(), strict=True)]
+        before = len(row.context) - num_tokens
+        return write_turn(text[:end], before, num_tokens, stop=stop, is_cut=is_cut, logprobs=logprobs)
 
     def _answer(
         self, row: TrajectoryBuilder, dialogue: Dialogue, reply: Reply, limit: int
@@ -373,8 +409,9 @@ class Episodes:
 
         Raises:
             ChatTemplateError: The chat template can't write the messages; or they begin a branch, which rows of this
-                run can't have, or one after a turn that there wasn't.
+                run can't have, or one after a turn that there wasn't; or what they say of the turn is unknown.
         """
+        row.asked = _asked(reply)
         if reply.roles:
             token_ids = dialogue.encode(reply)
             num_common, parent = row.find_beginning(token_ids)
@@ -397,7 +434,16 @@ class Episodes:
 
 
 def _turn_limit(row: TrajectoryBuilder, dialogue: Dialogue | None, sampling: Sampling) -> int:
+    """Return the most tokens of a row's next turn, whatever its request says."""
     if row.failure is not None:
         return 1
     left = sampling.max_response_tokens - row.num_tokens
     return min(left, (dialogue.config.max_turn_tokens if dialogue else None) or left)
+
+
+def _asked(reply: Reply) -> TurnSampling:
+    """Return what an environment's answer says of the next turn; raises a `ChatTemplateError` if that is unknown."""
+    try:
+        return TurnSampling.model_validate_json(reply.sampling or "{}")
+    except ValidationError as error:
+        raise ChatTemplateError(f"the sampling {reply.sampling:.200} is not one of a turn: {error}") from error

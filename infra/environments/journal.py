@@ -60,6 +60,7 @@ class Answer(Frozen):
     extras: str = ""
     tools: str = ""
     after: NonNegativeInt = 0
+    sampling: str = ""
     reward: FiniteFloat
     done: bool
     metrics: dict[str, FiniteFloat]

@@ -15,7 +15,7 @@ from infra.engines.embedded.rows import TransformersRows
 from infra.environments.journal import Batch, Entry, Exchange, Journal, dump, load
 from infra.environments.pool import EnvironmentPool
 from infra.environments.trajectory import TrajectoryBuilder
-from infra.models.load import load_model
+from infra.models.load import load_model, load_tokenizer
 from infra.storage.lines import LocalLines
 from infra.storage.runs import RunDirectory
 from schemas.config.changes import sampling_digest
@@ -38,11 +38,14 @@ PROGRAM = """
     log.write("reset\\n")
     messages[-1]["content"] += f" I am {{task['seed'] % 1000}}"
     for at in range(1 + index % 3):
-        said = ask()
+        said = ask(**{limits})
         log.write("step\\n")
         say(f"{{at}}: {{len(said)}}")
     finish(0.5)
 """
+
+
+LIMITS = {"stop": list("abcdefghijklmnopqrstuvwxyz"), "max_tokens": 9, "logprobs": True}  # of a program's requests
 
 
 class AbandonedError(Exception):
@@ -63,8 +66,10 @@ def run_with(folder: Path, game: str, **overrides: Any) -> RunHandle:
     """Return a run, in a directory of its own, with an environment that may note its calls in its parent."""
     arguments = {"log": str(folder / "calls")} if game in ("Noted", "Salted", "Search") else {}
     environment = {"kind": "class", "path": f"tests.support.games:{game}", "arguments": arguments, "num_processes": 2}
-    if game == "Program":
-        environment = program(folder, PROGRAM.format(log=str(folder / "calls")), num_processes=2).model_dump()
+    if game in ("Program", "Limited"):
+        limits = LIMITS if game == "Limited" else {}
+        code = PROGRAM.format(log=str(folder / "calls"), limits=limits)
+        environment = program(folder, code, num_processes=2).model_dump()
     fields = {
         "environment": {**environment, "max_turns": MAX_TURNS},
         "rollout": {"max_response_tokens": 200, "stop_token_ids": ENDS},
@@ -134,6 +139,8 @@ def num_calls(row: dict[str, Any]) -> int:
         ("Noted", "as_ready"),
         ("Program", "lockstep"),
         ("Program", "as_ready"),
+        ("Limited", "lockstep"),
+        ("Limited", "as_ready"),
     ],
 )
 def test_what_was_answered_is_not_asked_again(
@@ -158,6 +165,22 @@ def test_what_was_answered_is_not_asked_again(
         assert {sample: row["response_ids"] for sample, row in rows.items()} == {
             sample: row["response_ids"] for sample, row in expected.items()
         }
+
+
+def test_turns_that_their_requests_end_are_those_of_the_policy(folder: Path) -> None:
+    run = run_with(folder, "Limited")
+    _, rows = play(run)
+    model, tokenizer, lasts = load_model(run.config.model), load_tokenizer(run.config.model), list[str]()
+    for row in rows.values():
+        assert row["episode_end"] == "done"
+        assert max(row["turn_tokens"]) <= LIMITS["max_tokens"]
+        trained, ids = np.array(row["loss_mask"]), np.array(row["response_ids"])
+        found = plain_logprobs(model, row["prompt_ids"], ids, 1.0)
+        np.testing.assert_allclose(np.array(row["sampler_logprobs"])[trained], found[trained], rtol=0, atol=1e-4)
+        ends = np.flatnonzero(np.diff(trained, append=False) & trained)
+        lasts += [tokenizer.decode(ids[end]) for end in ends]
+        assert not set(tokenizer.decode(np.delete(ids, ends)[np.delete(trained, ends)])) & set(LIMITS["stop"])
+    assert set(lasts) & set(LIMITS["stop"])
 
 
 def test_killed_environment_processes_change_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
