@@ -121,7 +121,7 @@ class _Turns:
             self._set_place(row, self._rows.branch(row.place, request))
         else:
             assert request.max_tokens is not None, "each turn has a limit"
-            self._rows.extend(row.place, bridge, request.seeds[0], request.max_tokens)
+            self._rows.extend(row.place, bridge, request.seeds[0], request.max_tokens, request.stop)
 
     def step(self) -> list[tuple[TrajectoryBuilder, Generation]]:
         """Return the turns that end with the next token, with their trajectories."""
@@ -326,12 +326,14 @@ class Episodes:
         requests = []
         limits = [_turn_limit(row, dialogue, sampling) for row, dialogue in zip(rows, dialogues, strict=True)]
         limits = [min(limit, row.asked.max_tokens or limit) for row, limit in zip(rows, limits, strict=True)]
-        # Neighbors that share tokens and limit are one request, whose tokens are prefilled once.
-        by_start = groupby(zip(rows, limits, strict=True), key=lambda each: (each[0].context.tobytes(), each[1]))
-        for (_, limit), members in by_start:
+        # Neighbors that share tokens, limit and stop strings are one request, whose tokens are prefilled once.
+        by_start = groupby(
+            zip(rows, limits, strict=True), key=lambda each: (each[0].context.tobytes(), each[1], each[0].asked.stop)
+        )
+        for (_, limit, stop), members in by_start:
             same = [row for row, _ in members]
             seeds = tuple(derive_seed(row.seed, len(row.turns)) if row.turns else row.seed for row in same)
-            requests.append(GenerationRequest(same[0].context, seeds, limit))
+            requests.append(GenerationRequest(same[0].context, seeds, limit, stop))
         return requests
 
     def _end_of_turn(
@@ -348,7 +350,7 @@ class Episodes:
         return "done" if dialogue is None else None
 
     def _cut(self, row: TrajectoryBuilder, turn: Generation) -> Generation:
-        """Return a turn up to the token that completes a stop string of its request, if one does."""
+        """Return a turn up to the token that completes a stop string of its request, if the engine has gone on."""
 
         def stops(size: int) -> bool:
             text = self._text(turn.token_ids[:size])

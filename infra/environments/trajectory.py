@@ -110,7 +110,7 @@ class TrajectoryBuilder:
         seconds: Time that the environment's reset took.
         requests: What the reset has counted of requests to the model.
         tools: JSON of the tools that it has added to the chat template; empty: none.
-        asked: What it says of the first turn.
+        asked: What it says of the first turn; None: nothing.
         is_restarted: Whether it is restarted, as its environment answered otherwise than recorded.
 
     Attributes:
@@ -130,11 +130,11 @@ class TrajectoryBuilder:
         *,
         requests: Mapping[str, float] | None = None,
         tools: str = "",
-        asked: TurnSampling = TurnSampling(),
+        asked: TurnSampling | None = None,
         is_restarted: bool = False,
     ) -> None:
         self.number, self.seed, self.failure, self.place, self.tools = number, seed, failure, -1, tools
-        self.is_apart, self.asked = False, asked
+        self.is_apart, self.asked = False, asked or TurnSampling()
         self.tokens = np.asarray(prompt_ids, dtype=np.int64)  # [P + R], prompt and tokens so far, of all branches
         self.turns: list[Turn] = []
         self._branches = [(0, -1)]  # where in `tokens` the tokens of each begin, and the one that they go on from

@@ -60,7 +60,7 @@ class GivenTurns:
         self._unfinished += rows
         return rows
 
-    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int) -> None:
+    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int, stop: tuple[str, ...]) -> None:
         self._histories[row] = np.concatenate([self._histories[row], token_ids])
         self._limits[row] = max_tokens
         self._unfinished.append(row)
