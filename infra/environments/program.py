@@ -92,6 +92,7 @@ class Program:
         seed: The seed.
         command: The program and its arguments, as its sandbox takes them.
         sandbox: Where it runs, as `infra.environments.sandbox.open_sandbox` takes it.
+        parser: How calls are written, of `rl_core.environments.calls.PARSERS`.
         grader: Import path of a function of a `FinishedProgram`; None: the program prints its reward.
         memory_bytes: Most memory that it has.
         sampling: What its requests may set to this value only.
@@ -107,6 +108,7 @@ class Program:
         *,
         command: Sequence[str],
         sandbox: Mapping[str, Any],
+        parser: str,
         grader: str | None,
         memory_bytes: int,
         sampling: Mapping[str, Any],
@@ -115,7 +117,7 @@ class Program:
         self._task, self._seed, self._memory_bytes = task, seed, memory_bytes
         self._command, self._sandbox = command, open_sandbox(**sandbox)
         self._grade = None if grader is None else load_grader(grader)
-        self._conversation = Conversation("the program", None, SETTINGS, sampling)
+        self._conversation = Conversation("the program", None, SETTINGS, sampling, parser)
         self._is_expected: Callable[[Any, str], bool] | None = None
         self._number: str | None = None
         self._folder: Path | None = None

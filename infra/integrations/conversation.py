@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rl_core.environments.calls import Call, parse_hermes, without_reasoning
+from rl_core.environments.calls import PARSERS, Call, without_reasoning
 
 EXPECTED_SECONDS = 5.0  # for which another request waits, when what asks has been started again
 _OF_ROLES = {"assistant": {"reasoning", "reasoning_content", "tool_calls"}, "tool": {"tool_call_id", "name"}}
@@ -150,6 +150,7 @@ class Conversation:
         prompt: What the first request begins with; None: it has the whole prompt.
         settings: What a request may set besides messages and model: anything.
         values: What it may set to one value only, that of the run; or, of a limit of tokens, to any.
+        parser: How the model writes calls.
 
     Attributes:
         owner: Who asks, once somebody has.
@@ -161,7 +162,9 @@ class Conversation:
         prompt: Sequence[Message] | None = None,
         settings: Collection[str] = (),
         values: Mapping[str, Any] | None = None,
+        parser: str = "hermes",
     ) -> None:
+        self._parser = parser
         self._prompt = None if prompt is None else [_stripped(*message) for message in prompt]
         self._asker = asker
         self._settings, self._values = {"messages", "model", *settings}, {**_WITHOUT_EFFECT, **(values or {})}
@@ -245,7 +248,7 @@ class Conversation:
         assert asked is not None, "a turn that nobody asked for"
         self._answered.append(asked)
         number = len(self._answered)
-        message, reasoning = _read_turn(text, number, with_calls=bool(asked.tools))
+        message, reasoning = _read_turn(text, number, self._parser if asked.tools else None)
         asked.turn.set_result(Turn(number, message, reasoning, usage, stop, is_cut, logprobs))
         self._counts["seconds"] += asyncio.get_running_loop().time() - asked.came_at
 
@@ -419,17 +422,23 @@ def _extends(messages: Sequence[Message], chat: Sequence[Message]) -> bool:
     return not asked or asked == [message.answered for message in added]
 
 
-def _read_turn(action: str, number: int, *, with_calls: bool) -> tuple[Message, str]:
-    """Return a turn as a message, and its reasoning; if one of its calls can't be read, all of it is text."""
+def _read_turn(action: str, number: int, parser: str | None) -> tuple[Message, str]:
+    """Return a turn as a message, and its reasoning; if one of its calls can't be read, all of it is text.
+
+    Args:
+        action: The turn.
+        number: Its number.
+        parser: How calls are written; None: it has none.
+    """
     answer, reasoning = without_reasoning(action), ""
     if len(answer) < len(action):
         before = action[: len(action) - len(answer)].removesuffix("</think>")
         reasoning = before.partition("<think>")[2] or before
-    parsed = parse_hermes(action) if with_calls else ()
+    parsed = PARSERS[parser](action) if parser else ()
     calls = [call for call in parsed if isinstance(call, Call)]
     if not calls or len(calls) < len(parsed):
         return _stripped("assistant", answer), reasoning
-    content = answer.partition("<tool_call>")[0].strip()
+    content = "" if parser == "json" else answer.partition("<tool_call>")[0].strip()
     numbered = ((f"call-{number}-{at}", call.name, call.arguments) for at, call in enumerate(calls, start=1))
     return Message("assistant", content, tuple(numbered)), reasoning
 
