@@ -143,7 +143,6 @@ class Generation:
         return Generation(self.token_ids[:size], self.logprobs[:size], "stop", sampling_mask=mask)
 
 
-
 @dataclass(frozen=True)
 class TokenExperts:
     """The experts that the engine chose for the P tokens of a prompt and the R of its response, C for each.

@@ -21,8 +21,8 @@ from infra.environments.answers import Answers
 from infra.environments.bridge import Dialogue
 from infra.environments.journal import Journal
 from infra.environments.pool import EnvironmentPool
-from infra.environments.slot import ALL_CALLS, Reply
 from infra.environments.program import write_turn
+from infra.environments.slot import ALL_CALLS, Reply
 from infra.environments.trajectory import EpisodeEnd, Trajectory, TrajectoryBuilder, TurnSampling
 from rl_core.rollout.chat import decode_text
 from rl_core.rollout.seeding import derive_seed
@@ -367,10 +367,9 @@ class Episodes:
         if not isinstance(dialogue.config, ProgramEnvironment):
             return text
         end, stop = min(((at, stop) for stop in asked.stop if (at := text.find(stop)) >= 0), default=(len(text), ""))
-        num_tokens, is_cut, logprobs = len(turn.token_ids), turn.finish_reason == "length", None
-        if asked.logprobs:
-            texts = [self._text(turn.token_ids[at : at + 1]) for at in range(num_tokens)]
-            logprobs = [*zip(texts, turn.logprobs.tolist(), strict=True)]
+        num_tokens, is_cut = len(turn.token_ids), turn.finish_reason == "length"
+        texts = [self._text(turn.token_ids[at : at + 1]) for at in range(num_tokens)] if asked.logprobs else []
+        logprobs = [*zip(texts, turn.logprobs.tolist(), strict=False)]
         before = len(row.context) - num_tokens
         return write_turn(text[:end], before, num_tokens, stop=stop, is_cut=is_cut, logprobs=logprobs)
 

@@ -362,7 +362,7 @@ def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
         else:
             (part,), place = item["content"], {**place, "content_index": 0}
             probabilities = {name: value for name, value in part.items() if name == "logprobs"}
-            yield "content_part.added", {**place, "part": part | {"text": ""} | dict.fromkeys(probabilities, [])}
+            yield "content_part.added", {**place, "part": part | {"text": ""} | {key: [] for key in probabilities}}
             yield f"{part['type']}.delta", {**place, "delta": part["text"], **probabilities}
             yield f"{part['type']}.done", {**place, "text": part["text"], **probabilities}
             yield "content_part.done", {**place, "part": part}
@@ -457,7 +457,12 @@ def _message_usage(usage: Mapping[str, int]) -> Json:
 
 def _stream_message(turn: Turn, body: Json) -> Iterator[Json]:
     message = _write_message(turn, body)
-    begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": message["usage"] | {"output_tokens": 0}}
+    begun = {
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": message["usage"] | {"output_tokens": 0},
+    }
     yield {"type": "message_start", "message": message | begun}
     for at, block in enumerate(message["content"]):
         empty, deltas = _block_deltas(block)

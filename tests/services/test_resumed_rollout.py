@@ -60,6 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _importable_rewards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(folder)
+    (folder / "calls").unlink(missing_ok=True)
 
 
 def run_with(folder: Path, game: str, **overrides: Any) -> RunHandle:

@@ -128,7 +128,9 @@ def assert_requests_have_stops_of_their_own(engine: RolloutEngine) -> None:
             found.update(rows.step())
         for stopped, whole in zip(places[:8], places[8:], strict=True):
             end = first(found[whole])
-            assert found[stopped].token_ids.tolist() == found[whole].token_ids[: end if end is None else end + 1].tolist()
+            assert (
+                found[stopped].token_ids.tolist() == found[whole].token_ids[: end if end is None else end + 1].tolist()
+            )
             assert found[stopped].finish_reason == ("length" if end is None else "stop")
             rows.extend(stopped, np.array([20]), stopped, 20)
             rows.extend(whole, np.array([20]), whole, 20, letters)
