@@ -110,6 +110,7 @@ class GenerationRequest:
     prompt_ids: np.ndarray  # [P] integers, P >= 1
     seeds: tuple[int, ...]  # one unsigned 64-bit seed per sample
     max_tokens: int | None = None  # of each of its responses, fewer than the sampling's; None: as many
+    stop: tuple[str, ...] = ()  # more than the sampling's; an engine may go on after these
 
     @property
     def num_samples(self) -> int:
@@ -132,6 +133,14 @@ class Generation:
     versions: np.ndarray | None = None  # int32 [R], of the weights that sampled each token; None: one for all
     experts: "TokenExperts | None" = None  # None: the engine doesn't record them
     sampling_mask: "SamplingMask | None" = None  # None: the sampling doesn't keep it
+
+    def beginning(self, size: int) -> "Generation":
+        """Return its first tokens, 1 <= `size` <= R, as if the last of them had stopped it; of one set of weights."""
+        mask = self.sampling_mask
+        if mask is not None:
+            counts = mask.counts[:size]
+            mask = SamplingMask(counts, mask.token_ids[: counts.sum()])
+        return Generation(self.token_ids[:size], self.logprobs[:size], "stop", sampling_mask=mask)
 
 
 @dataclass(frozen=True)
@@ -191,7 +200,7 @@ class DecodingRows(Protocol):
         """
         ...
 
-    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int) -> None:
+    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int, stop: tuple[str, ...] = ()) -> None:
         """Add the next turn of a row whose turn has ended: its tokens so far are not computed again, if there is room.
 
         Args:
@@ -199,6 +208,7 @@ class DecodingRows(Protocol):
             token_ids: Integers [Q], Q >= 0: what follows the tokens that it has sampled.
             seed: Of the tokens that it samples next.
             max_tokens: The most of them, at least 1 and at most the sampling's.
+            stop: See `GenerationRequest`.
 
         Raises:
             ValueError: It gets too long.

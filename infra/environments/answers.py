@@ -1,4 +1,4 @@
-"""What answers the rows of a batch: the journal while the model does what is recorded there, else environments."""
+"""What answers the rows of a batch: the journal, as far as it goes, then environments."""
 
 import hashlib
 import json
@@ -28,9 +28,9 @@ class _Row:
         recorded: What the journal has of what comes next.
         replies: What was answered to the reset and to `actions`.
         actions: Those that were answered.
-        turn: The model's newest one, which has no answer yet.
         action: The text of an outstanding step.
         num_turns: The model's turns.
+        line: The number of the newest one's line in the journal.
         is_open: Whether the pool holds its environment.
     """
 
@@ -39,9 +39,9 @@ class _Row:
     recorded: deque[Exchange] = field(default_factory=deque)
     replies: list[Reply] = field(default_factory=list)
     actions: list[str] = field(default_factory=list)
-    turn: Generation | None = None
     action: str | None = None
     num_turns: int = 0
+    line: int = 0
     is_open: bool = False
 
     @property
@@ -51,9 +51,10 @@ class _Row:
 
 
 class Answers:
-    """Answers the rows of one batch, and records what environments answer.
+    """Answers the rows of one batch, and records the model's turns and what environments answer.
 
-    A row's environment is made only when it is asked for what is not recorded. Its recorded past is then replayed.
+    A row's environment is made only when it is asked for what is not recorded. Its recorded past is then replayed. It
+    gets a turn once that is durable.
 
     Args:
         pool: Where the environments run; those of an earlier batch end.
@@ -64,6 +65,7 @@ class Answers:
         self._pool, self._journal = pool, journal
         self._rows: dict[int, _Row] = {}
         self._replies: dict[int, Reply] = {}  # from the journal, until they are taken
+        self._unsent: deque[tuple[int, str]] = deque()  # rows with turns that are not durable yet, and their texts
         pool.end_all()
         pool.replies.on_reply = self._on_reply
 
@@ -100,14 +102,22 @@ class Answers:
         """Return what the journal has of a row's turns that the model has not taken yet."""
         return tuple(self._rows[row].recorded)
 
-    def add_turn(self, row: int, turn: Generation) -> None:
-        """Note a row's next turn; if it is not the one that is recorded, neither are the answers from there on."""
+    def next_turn(self, row: int) -> Generation | None:
+        """Return what the journal has as a row's next turn, if it has one."""
+        recorded = self._rows[row].recorded
+        return recorded[0].turn if recorded else None
+
+    def add_turn(self, row: int, turn: Generation) -> Generation:
+        """Note a row's next turn; return it, or the recorded one in its place, which its environment may have seen."""
         state = self._rows[row]
         state.num_turns += 1
-        if state.recorded and not _is_same(state.recorded[0], turn):
-            logger.info("row %d, turn %d: the model did not do what the journal says", row, state.num_turns)
-            state.recorded.clear()
-        state.turn = turn
+        if (recorded := self.next_turn(row)) is not None:
+            if not np.array_equal(recorded.token_ids, turn.token_ids):
+                logger.warning("row %d, turn %d: the model did otherwise than the journal says", row, state.num_turns)
+            turn = recorded
+        if recorded is None or state.recorded[0].reply is None:
+            state.line = self._record(row, state.num_turns, Exchange(turn, None))
+        return turn
 
     def step(self, row: int, action: str) -> None:
         """Begin the answer to a row's newest turn."""
@@ -117,35 +127,46 @@ class Answers:
             self._replies[row] = reply
             self._note(state, reply)
             return
-        state.recorded.clear()
+        state.recorded.clear()  # what may follow was damaged
         if not state.is_open:
             prompt, state.is_open = state.prompt, True
             assert prompt.environment is not None, "a row without an environment gets no answer"
             self._pool.open_again(row, _task(prompt), state.seed, prompt.environment, state.replies, state.actions)
-        self._pool.step(row, action)
+        self._unsent.append((row, action))
+        self._send(waits=False)
 
     def wait(self, rows: Collection[int] | None = None) -> dict[int, Reply]:
         """Wait for the answers to these rows, or to all; return them by row."""
+        self._send(waits=rows is None or any(row in rows for row, _ in self._unsent))
         own = self._take(self._replies if rows is None else rows)
         return own | self._pool.wait(None if rows is None else [row for row in rows if row not in own])
 
     def poll(self, *, waits: bool) -> dict[int, Reply]:
         """Return the answers that are there, by row; if `waits`, wait until there is one."""
         own = self._take(self._replies)
-        return own | self._pool.poll(waits=waits and not own)
+        waits = waits and not own
+        self._send(waits=waits)
+        return own | self._pool.poll(waits=waits)
 
     def receive(self) -> None:
-        """Record the answers that have come, and leave them to be taken."""
+        """Send turns that are durable, record the answers that have come, and leave them to be taken."""
         if self._journal is not None:
+            self._send(waits=False)
             self._pool.receive()
 
     def end(self, row: int) -> None:
         """Forget a row, and close its environment."""
-        state = self._rows.pop(row)
-        if state.turn is not None and not state.recorded:
-            self._record(row, state.num_turns, Exchange(state.turn, None))
-        if state.is_open:
+        if self._rows.pop(row).is_open:
             self._pool.end(row)
+
+    def _send(self, *, waits: bool) -> None:
+        """Send turns to their environments, as far as they are durable; if `waits`, once all are."""
+        while self._unsent:
+            row, action = self._unsent[0]
+            if self._journal is not None and not self._journal.is_durable(self._rows[row].line, waits=waits):
+                return
+            self._unsent.popleft()
+            self._pool.step(row, action)
 
     def _open_anew(self, row: int) -> None:
         state = self._rows[row]
@@ -162,19 +183,18 @@ class Answers:
         """Record what an environment has answered."""
         if reply.failure is None or reply.failure.kind != "differs":
             state = self._rows[row]
-            begins_with = state.begins_with if state.turn is None else None
-            self._record(row, state.num_turns, Exchange(state.turn, reply, begins_with))
+            begins_with = state.begins_with if state.num_turns == 0 else None
+            self._record(row, state.num_turns, Exchange(None, reply, begins_with))
             self._note(state, reply)
 
-    def _record(self, row: int, turn: int, exchange: Exchange) -> None:
-        if self._journal is not None:
-            self._journal.record(row, turn, exchange)
+    def _record(self, row: int, turn: int, exchange: Exchange) -> int:
+        return 0 if self._journal is None else self._journal.record(row, turn, exchange)
 
     def _note(self, state: _Row, reply: Reply) -> None:
         state.replies.append(reply)
         if state.action is not None:
             state.actions.append(state.action)
-        state.turn = state.action = None
+        state.action = None
 
 
 def _task(prompt: PromptRow) -> Task:
@@ -185,12 +205,3 @@ def _digest(prompt: PromptRow, seed: int) -> str:
     content = hashlib.sha256(np.asarray(prompt.prompt_ids, dtype="<i8").tobytes())
     content.update(json.dumps([_task(prompt), seed, prompt.environment], default=str).encode())
     return content.hexdigest()
-
-
-def _is_same(recorded: Exchange, turn: Generation) -> bool:
-    expected = recorded.turn
-    return (
-        expected is not None
-        and expected.finish_reason == turn.finish_reason
-        and np.array_equal(expected.token_ids, turn.token_ids)
-    )

@@ -14,12 +14,10 @@ from functools import lru_cache
 import numpy as np
 
 from infra.datasets import PromptRow
-from infra.environments.program import write_turn
 from infra.environments.slot import Reply
-from infra.environments.trajectory import Turn
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.control_tokens import Messages
-from schemas.config.environment import EnvironmentConfig, ProgramEnvironment, ToolsEnvironment
+from schemas.config.environment import EnvironmentConfig, ToolsEnvironment
 from schemas.errors import ChatTemplateError
 
 MAX_CHATS = 256  # with tools of a program, each of which is a chat template of its own
@@ -196,12 +194,6 @@ class Dialogue:
         text = "\n\n".join(message["content"] for message in messages)
         ids = np.array(token_ids, dtype=np.int32)
         return replace(prompt, prompt_ids=ids, prompt_text=text, messages=messages, tools=reply.tools), None
-
-    def action(self, turn: Turn, num_tokens: int) -> str:
-        """Return what the environment gets of a turn, the last one of so many tokens."""
-        if not isinstance(self.config, ProgramEnvironment):
-            return turn.action
-        return write_turn(turn.action, num_tokens - turn.num_tokens, turn.num_tokens)
 
     def encode(self, reply: Reply) -> np.ndarray:
         """Return the tokens of a whole chat, up to the beginning of the model's turn: int64 [L].

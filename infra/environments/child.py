@@ -29,7 +29,7 @@ from infra.processes.calls import Call, CallError, Parent, describe, outside_of_
 from infra.processes.threads import ThreadPerCall
 
 MAX_MESSAGES = 64  # of one observation
-OF_OBSERVATIONS = ("observations", "roles", "extras", "tools", "after")  # of replies: what the model is asked
+OF_OBSERVATIONS = ("observations", "roles", "extras", "tools", "after", "sampling")  # of replies: what is asked
 OF_MESSAGES = ("name", "tool_calls", "tool_call_id")  # what they may have besides role and content
 RESULT = "return (observation, reward, done), or Step(observation, reward, done, metrics)"
 
@@ -277,22 +277,22 @@ def _keeps_state(environment_class: Callable[..., Any]) -> bool:
 def read_message(result: object, max_characters: int) -> dict[str, Any]:
     """Return what `reset` returned, in JSON's types; None is no message, and a chat has the roles of its messages."""
     if isinstance(result, Mapping):
-        return read_chat("reset", result.get("messages"), result.get("tools"))
+        return read_chat("reset", result)
     return {"observations": [] if result is None else read_observation("reset", result, max_characters)}
 
 
-def read_chat(method: str, messages: Any, tools: Any) -> dict[str, Any]:
+def read_chat(method: str, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat that `reset` or `step` returned, whose length is limited in tokens.
 
     Args:
         method: Which of them.
-        messages: The messages.
-        tools: The tools that the model may call.
+        result: What it returned: the messages, and perhaps the tools that the model may call.
 
     Raises:
         CallError: A message is no dict of `role` and `content`, or its content can't be encoded; or the tools aren't
             JSON.
     """
+    messages = result.get("messages")
     if not isinstance(messages, (list, tuple)) or not messages:
         raise CallError("invalid", f"{method}() returned the messages {messages!r:.80}; return at least one")
     for message in messages:
@@ -304,17 +304,25 @@ def read_chat(method: str, messages: Any, tools: Any) -> dict[str, Any]:
             )
     texts, roles = ([message[key] for message in messages] for key in ("content", "role"))
     extras = [{key: message[key] for key in OF_MESSAGES if message.get(key)} for message in messages]
-    declared = {}
-    for name, value in (("extras", extras if any(extras) else None), ("tools", tools)):
+    for text in (*texts, *roles):
+        _check_encodable(method, text)
+    declared = {name: result.get(name) for name in ("tools", "sampling")}
+    declared["extras"] = extras if any(extras) else None
+    return {"observations": texts, "roles": roles, **_as_json(method, **declared)}
+
+
+def _as_json(method: str, **values: Any) -> dict[str, str]:
+    """Return those of the values that `reset` or `step` returned that aren't empty, each as JSON."""
+    found = {}
+    for name, value in values.items():
         try:
             if value:
-                declared[name] = json.dumps(value, ensure_ascii=False)
+                found[name] = json.dumps(value, ensure_ascii=False)
+                _check_encodable(method, found[name])
         except (TypeError, ValueError, RecursionError) as error:
-            what = "tools" if name == "tools" else "messages"
+            what = "messages" if name == "extras" else name
             raise CallError("invalid", f"{method}() returned {what} that aren't JSON: {error}") from error
-    for text in (*texts, *roles, *declared.values()):
-        _check_encodable(method, text)
-    return {"observations": texts, "roles": roles, **declared}
+    return found
 
 
 def read_step(result: object, max_characters: int) -> dict[str, Any]:
@@ -350,7 +358,7 @@ def read_next(observation: object, max_characters: int) -> dict[str, Any]:
     if not isinstance(observation, Mapping):
         return {"observations": read_observation("step", observation, max_characters)}
     if "messages" in observation:
-        return read_chat("step", observation["messages"], observation.get("tools"))
+        return read_chat("step", observation)
     after = observation.get("after")
     if type(after) is not int or after < 1:
         raise CallError(
@@ -358,7 +366,8 @@ def read_next(observation: object, max_characters: int) -> dict[str, Any]:
             f"step() returned the observation {observation!r:.80}; a dict has `messages`, or `observation` and "
             "`after`, the number of a turn from 1 on",
         )
-    return {"observations": read_observation("step", observation.get("observation"), max_characters), "after": after}
+    texts = read_observation("step", observation.get("observation"), max_characters)
+    return {"observations": texts, "after": after, **_as_json("step", sampling=observation.get("sampling"))}
 
 
 def read_observation(method: str, value: object, max_characters: int) -> list[str]:

@@ -4,6 +4,7 @@ While some rows sample, the environments of others answer; `environment.resume_r
 In lockstep and by batch, the same batch gives the same trajectories, bit for bit, however long the environments take.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -11,19 +12,21 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptRow
-from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
+from infra.engines.base import DecodingRows, Generation, GenerationRequest, RolloutEngine, Sampling
 from infra.environments.answers import Answers
 from infra.environments.bridge import Dialogue
 from infra.environments.journal import Journal
 from infra.environments.pool import EnvironmentPool
+from infra.environments.program import write_turn
 from infra.environments.slot import ALL_CALLS, Reply
-from infra.environments.trajectory import EpisodeEnd, Trajectory, TrajectoryBuilder
+from infra.environments.trajectory import EpisodeEnd, Trajectory, TrajectoryBuilder, TurnSampling
 from rl_core.rollout.chat import decode_text
 from rl_core.rollout.seeding import derive_seed
-from schemas.config.environment import TurnLimits
+from schemas.config.environment import ProgramEnvironment, TurnLimits
 from schemas.errors import ChatTemplateError
 
 _TOOL_TIMEOUT = "error: the call took longer than {:g} s and was stopped"
@@ -76,12 +79,72 @@ class WaitingRows:
         return sorted(replies.items())
 
 
+class _Turns:
+    """The turns of the trajectories that are decoded together: the engine samples them, or the journal has them.
+
+    Args:
+        rows: The engine's.
+        requests: Returns the requests of the next turns of trajectories, in their order.
+        answers: Has what is recorded, to be taken without the engine; None: all turns are sampled.
+    """
+
+    def __init__(
+        self,
+        rows: DecodingRows,
+        requests: Callable[[Sequence[TrajectoryBuilder]], list[GenerationRequest]],
+        answers: Answers | None,
+    ) -> None:
+        self._rows, self._requests, self._answers = rows, requests, answers
+        self._by_place: dict[int, TrajectoryBuilder] = {}
+        self._taken: list[tuple[TrajectoryBuilder, Generation]] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of turns that are being sampled, or were taken and not returned yet."""
+        return self._rows.num_unfinished + len(self._taken)
+
+    def begin(self, added: Sequence[TrajectoryBuilder]) -> None:
+        """Begin the next turns of trajectories that the engine has no rows of."""
+        turns = [None if self._answers is None else self._answers.next_turn(row.number) for row in added]
+        self._taken += [(row, turn) for row, turn in zip(added, turns, strict=True) if turn is not None]
+        if asked := [row for row, turn in zip(added, turns, strict=True) if turn is None]:
+            for row, place in zip(asked, self._rows.begin(self._requests(asked)), strict=True):
+                self._set_place(row, place)
+
+    def go_on(self, row: TrajectoryBuilder, bridge: np.ndarray, *, branches: bool) -> None:
+        """Begin the next turn of a trajectory after these tokens, on the path of its newest turn or on another one."""
+        if row.place < 0:
+            self.begin([row])
+            return
+        (request,) = self._requests([row])
+        if branches:
+            self._set_place(row, self._rows.branch(row.place, request))
+        else:
+            assert request.max_tokens is not None, "each turn has a limit"
+            self._rows.extend(row.place, bridge, request.seeds[0], request.max_tokens, request.stop)
+
+    def step(self) -> list[tuple[TrajectoryBuilder, Generation]]:
+        """Return the turns that end with the next token, with their trajectories."""
+        taken, self._taken = self._taken, []
+        sampled = self._rows.step() if self._rows.num_unfinished else []
+        return taken + [(self._by_place[place], turn) for place, turn in sampled]
+
+    def end(self, row: TrajectoryBuilder) -> None:
+        """Forget a trajectory."""
+        if row.place >= 0:
+            self._rows.end(row.place)
+
+    def _set_place(self, row: TrajectoryBuilder, place: int) -> None:
+        row.place, self._by_place[place] = place, row
+
+
 class _Reset(NamedTuple):
     """How an environment's reset went."""
 
     failure: str | None = None
     seconds: float = 0.0
     requests: Mapping[str, float] | None = None
+    asked: TurnSampling = TurnSampling()
 
 
 class Episodes:
@@ -132,8 +195,8 @@ class Episodes:
     ) -> Iterator[tuple[int, Trajectory]]:
         """Yield the trajectory of each of the rows that have begun, with its number, as soon as it has ended.
 
-        Trajectories that the journal has whole are taken from there, without the engine, where that changes no bit of
-        the others: which rows are decoded together affects the last bits.
+        Turns that the journal has are taken from there, without the engine where that changes no bit of the others:
+        which rows are decoded together affects the last bits.
 
         Args:
             prompts: The N prompts that `begin` returned. If a trajectory is restarted, its prompt may change.
@@ -162,11 +225,16 @@ class Episodes:
             row = self._builder(number, prompts[number], seeds[number])
             if (end := self._recorded_end(row, self._dialogue_of(prompts[number]), sampling)) is not None:
                 found[number] = row.finish(end)
-            elif self._dialogues[0].config.resume_rows != "as_ready":
+            elif not self._takes_turns:
                 return {}
         for number in found:
             self._answers.end(number)
         return found
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether recorded turns are not sampled again, though that changes which rows are decoded together."""
+        return self._dialogues[0].config.resume_rows == "as_ready"
 
     def _recorded_end(self, row: TrajectoryBuilder, dialogue: Dialogue | None, sampling: Sampling) -> EpisodeEnd | None:
         """Add what is recorded to a row; return why the trajectory ends, or None if the journal has not all of it."""
@@ -186,49 +254,41 @@ class Episodes:
         self, numbers: Sequence[int], prompts: list[PromptRow], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, Trajectory]]:
         """Play the trajectories of these rows with the engine."""
-        builders: dict[int, TrajectoryBuilder] = {}
-        by_place: dict[int, TrajectoryBuilder] = {}
+        builders = {number: self._builder(number, prompts[number], seeds[number]) for number in numbers}
         waiting = WaitingRows(self._dialogues[0].config, self._answers)
 
-        def begin(added: Sequence[TrajectoryBuilder]) -> None:
-            requests = self._first_turns(added, [self._dialogue_of(prompts[row.number]) for row in added], sampling)
-            for row, place in zip(added, rows.begin(requests), strict=True):
-                row.place = place
-                builders[row.number] = by_place[place] = row
+        def requests(rows: Sequence[TrajectoryBuilder]) -> list[GenerationRequest]:
+            return self._requests(rows, [self._dialogue_of(prompts[row.number]) for row in rows], sampling)
 
         with closing(self._engine.open_rows(sampling, several_turns=True)) as rows:
-            begin([self._builder(number, prompts[number], seeds[number]) for number in numbers])
-            while rows.num_unfinished or len(waiting):
-                for place, turn in rows.step() if rows.num_unfinished else ():
-                    row = by_place[place]
+            turns = _Turns(rows, requests, self._answers if self._takes_turns else None)
+            turns.begin([*builders.values()])
+            while turns.num_unfinished or len(waiting):
+                for row, sampled in turns.step():
                     dialogue = self._dialogue_of(prompts[row.number])
-                    self._answers.add_turn(row.number, turn)
+                    turn = self._answers.add_turn(row.number, self._cut(row, sampled))
+                    row.is_apart = not np.array_equal(turn.token_ids, sampled.token_ids)
                     if (end := self._end_of_turn(row, dialogue, turn, sampling)) is not None:
-                        rows.end(place)
+                        turns.end(row)
                         yield self._finish(row, end)
                     else:
                         assert dialogue is not None, "a row without an environment ends with its first turn"
-                        waiting.await_answer(row.number, dialogue.action(row.turns[-1], len(row.context)))
-                for number, reply in waiting.resumed(rows.num_unfinished):
+                        waiting.await_answer(row.number, self._action(row, dialogue, turn))
+                for number, reply in waiting.resumed(turns.num_unfinished):
                     row, dialogue = builders[number], self._dialogue_of(prompts[number])
                     assert dialogue is not None, "a row without an environment gets no answer"
                     if reply.failure is not None and reply.failure.kind == "differs":
-                        rows.end(row.place)
+                        turns.end(row)
                         prompts[number], self._resets[number] = self._begun(*self._answers.open_again(number))
-                        begin([self._builder(number, prompts[number], seeds[number], is_restarted=True)])
+                        builders[number] = self._builder(number, prompts[number], seeds[number], is_restarted=True)
+                        turns.begin([builders[number]])
                         continue
                     bridge, parent, end = self._answer(row, dialogue, reply, sampling.max_response_tokens)
                     if end is not None:
-                        rows.end(row.place)
+                        turns.end(row)
                         yield self._finish(row, end)
                         continue
-                    branches = row.add_bridge(bridge, parent)
-                    seed, limit = derive_seed(row.seed, len(row.turns)), _turn_limit(row, dialogue, sampling)
-                    if branches:
-                        row.place = rows.branch(row.place, GenerationRequest(row.context, (seed,), limit))
-                        by_place[row.place] = row
-                    else:
-                        rows.extend(row.place, bridge, seed, limit)
+                    turns.go_on(row, bridge, branches=row.add_bridge(bridge, parent) or row.is_apart)
 
     def _begun(self, prompt: PromptRow, reply: Reply | None) -> tuple[PromptRow, _Reset]:
         """Return a row's prompt with what the reset has added to it, and how the reset went."""
@@ -236,10 +296,14 @@ class Episodes:
         if dialogue is None or reply is None:
             return prompt, _Reset()
         prompt, failure = dialogue.begin(prompt, reply)
-        return prompt, _Reset(failure, reply.seconds, reply.requests)
+        try:
+            asked = _asked(reply)
+        except ChatTemplateError as error:
+            asked, failure = TurnSampling(), f"reset: {error}"
+        return prompt, _Reset(failure, reply.seconds, reply.requests, asked)
 
     def _builder(self, number: int, prompt: PromptRow, seed: int, *, is_restarted: bool = False) -> TrajectoryBuilder:
-        failure, seconds, requests = self._resets[number]
+        failure, seconds, requests, asked = self._resets[number]
         return TrajectoryBuilder(
             number,
             prompt.prompt_ids,
@@ -248,23 +312,28 @@ class Episodes:
             seconds,
             requests=requests,
             tools=prompt.tools,
+            asked=asked,
             is_restarted=is_restarted,
         )
 
     def _dialogue_of(self, prompt: PromptRow) -> Dialogue | None:
         return None if prompt.environment is None else self._dialogues[prompt.environment]
 
-    def _first_turns(
+    def _requests(
         self, rows: Sequence[TrajectoryBuilder], dialogues: Sequence[Dialogue | None], sampling: Sampling
     ) -> list[GenerationRequest]:
-        """Return the requests of all rows' first turns, in their order."""
+        """Return the requests of rows' next turns, in their order."""
         requests = []
         limits = [_turn_limit(row, dialogue, sampling) for row, dialogue in zip(rows, dialogues, strict=True)]
-        # Neighbors that share prompt and limit are one request, whose prompt is prefilled once.
-        by_start = groupby(zip(rows, limits, strict=True), key=lambda each: (each[0].tokens.tobytes(), each[1]))
-        for (_, limit), members in by_start:
+        limits = [min(limit, row.asked.max_tokens or limit) for row, limit in zip(rows, limits, strict=True)]
+        # Neighbors that share tokens, limit and stop strings are one request, whose tokens are prefilled once.
+        by_start = groupby(
+            zip(rows, limits, strict=True), key=lambda each: (each[0].context.tobytes(), each[1], each[0].asked.stop)
+        )
+        for (_, limit, stop), members in by_start:
             same = [row for row, _ in members]
-            requests.append(GenerationRequest(same[0].tokens, tuple(row.seed for row in same), limit))
+            seeds = tuple(derive_seed(row.seed, len(row.turns)) if row.turns else row.seed for row in same)
+            requests.append(GenerationRequest(same[0].context, seeds, limit, stop))
         return requests
 
     def _end_of_turn(
@@ -272,12 +341,37 @@ class Episodes:
     ) -> EpisodeEnd | None:
         """Add a turn to its row; return why the trajectory ends with it, or None."""
         ended = turn.finish_reason == "stop" and turn.token_ids[-1] in sampling.stop_token_ids
+        limit = _turn_limit(row, dialogue, sampling)
         row.add_turn(turn, self._text(turn.token_ids[:-1] if ended else turn.token_ids))
         if row.failure is not None:
             return "failed"
-        if turn.finish_reason == "length":  # no environment answers half a turn
+        if turn.finish_reason == "length" and len(turn.token_ids) >= limit:  # no environment answers half a turn
             return "length" if row.num_tokens >= sampling.max_response_tokens else "turn_length"
         return "done" if dialogue is None else None
+
+    def _cut(self, row: TrajectoryBuilder, turn: Generation) -> Generation:
+        """Return a turn up to the token that completes a stop string of its request, if the engine has gone on."""
+
+        def stops(size: int) -> bool:
+            text = self._text(turn.token_ids[:size])
+            return any(string in text for string in row.asked.stop)
+
+        length = len(turn.token_ids)
+        if not row.asked.stop or not stops(length):
+            return turn
+        return turn.beginning(1 + bisect_left(range(1, length), True, key=stops))
+
+    def _action(self, row: TrajectoryBuilder, dialogue: Dialogue, turn: Generation) -> str:
+        """Return what the environment gets of its row's newest turn: a program, without the stop string and after."""
+        text, asked = row.turns[-1].action, row.asked
+        if not isinstance(dialogue.config, ProgramEnvironment):
+            return text
+        end, stop = min(((at, stop) for stop in asked.stop if (at := text.find(stop)) >= 0), default=(len(text), ""))
+        num_tokens, is_cut = len(turn.token_ids), turn.finish_reason == "length"
+        texts = [self._text(turn.token_ids[at : at + 1]) for at in range(num_tokens)] if asked.logprobs else []
+        logprobs = [*zip(texts, turn.logprobs.tolist(), strict=False)]
+        before = len(row.context) - num_tokens
+        return write_turn(text[:end], before, num_tokens, stop=stop, is_cut=is_cut, logprobs=logprobs)
 
     def _answer(
         self, row: TrajectoryBuilder, dialogue: Dialogue, reply: Reply, limit: int
@@ -316,8 +410,9 @@ class Episodes:
 
         Raises:
             ChatTemplateError: The chat template can't write the messages; or they begin a branch, which rows of this
-                run can't have, or one after a turn that there wasn't.
+                run can't have, or one after a turn that there wasn't; or what they say of the turn is unknown.
         """
+        row.asked = _asked(reply)
         if reply.roles:
             token_ids = dialogue.encode(reply)
             num_common, parent = row.find_beginning(token_ids)
@@ -340,7 +435,16 @@ class Episodes:
 
 
 def _turn_limit(row: TrajectoryBuilder, dialogue: Dialogue | None, sampling: Sampling) -> int:
+    """Return the most tokens of a row's next turn, whatever its request says."""
     if row.failure is not None:
         return 1
     left = sampling.max_response_tokens - row.num_tokens
     return min(left, (dialogue.config.max_turn_tokens if dialogue else None) or left)
+
+
+def _asked(reply: Reply) -> TurnSampling:
+    """Return what an environment's answer says of the next turn; raises a `ChatTemplateError` if that is unknown."""
+    try:
+        return TurnSampling.model_validate_json(reply.sampling or "{}")
+    except ValidationError as error:
+        raise ChatTemplateError(f"the sampling {reply.sampling:.200} is not one of a turn: {error}") from error

@@ -1,8 +1,9 @@
 """The journal of a batch: what the model did in each turn, and what its environment answered, as it comes.
 
 A line is a JSON object that begins with the checksum of the rest. The first line of a file says of which batch it is;
-each other one has a turn of a trajectory, turn 0 being the reset. A line replaces what was recorded before of its
-trajectory from that turn on; a turn without the one before it, whose line may be damaged, is not used.
+each other one has a turn of a trajectory, turn 0 being the reset, or the answer to the turn before it. A line replaces
+what was recorded before of its trajectory from that turn on; a turn without the one before it, and an answer without
+its turn, whose lines may be damaged, are not used.
 """
 
 import json
@@ -10,7 +11,7 @@ import logging
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Annotated, Any
 
@@ -59,6 +60,7 @@ class Answer(Frozen):
     extras: str = ""
     tools: str = ""
     after: NonNegativeInt = 0
+    sampling: str = ""
     reward: FiniteFloat
     done: bool
     metrics: dict[str, FiniteFloat]
@@ -73,7 +75,7 @@ class Answer(Frozen):
 
 
 class Entry(Frozen):
-    """A turn's line. A reset has a digest of what its trajectory begins with; any other turn has tokens."""
+    """A line. A reset has a digest of what its trajectory begins with; any other turn has tokens, or an answer has."""
 
     group: NonNegativeInt
     sample: NonNegativeInt
@@ -84,7 +86,7 @@ class Entry(Frozen):
     finish_reason: FinishReason | None = None
     mask_counts: str = ""  # int32, little-endian, in base64, as are the ids; empty if the sampling doesn't keep it
     mask_ids: str = ""
-    answer: Answer | None  # None: the environment was not asked
+    answer: Answer | None  # None: the environment was not asked, or has not answered yet
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Entry":
@@ -96,7 +98,8 @@ class Entry(Frozen):
             raise ValueError(f"a sampling mask of {len(counts)} numbers and {len(ids)} ids")
         if self.turn == 0 and self.begins_with is None:
             raise ValueError("a reset without a digest")
-        if self.turn > 0 and (not self.token_ids or self.finish_reason is None):
+        has_tokens = bool(self.token_ids)
+        if has_tokens != (self.finish_reason is not None) or (self.turn > 0 and not has_tokens and self.answer is None):
             raise ValueError("a turn without tokens")
         return self
 
@@ -106,8 +109,8 @@ class Exchange:
     """A reset or a turn of the model, and what the environment answered.
 
     Attributes:
-        turn: What the model sampled; None: it is the reset.
-        reply: What the environment answered; None: it was not asked.
+        turn: What the model sampled; None: it is the reset, or, to be recorded, in the line before.
+        reply: What the environment answered; None: it was not asked, or has not answered yet.
         begins_with: Of a reset, the digest of what the trajectory begins with.
     """
 
@@ -152,8 +155,11 @@ class Journal:
         """Return what was recorded of a row before this was made: its reset, then its turns."""
         return self._recorded[self._rows[row]]
 
-    def record(self, row: int, turn: int, exchange: Exchange) -> None:
-        """Record the reset of a row's trajectory as turn 0, or a turn.
+    def record(self, row: int, turn: int, exchange: Exchange) -> int:
+        """Record the reset of a row's trajectory as turn 0, a turn, or the answer to the turn that was recorded last.
+
+        Returns:
+            The number of the line, for `is_durable`.
 
         Raises:
             OSError: The journal can't be written.
@@ -162,15 +168,23 @@ class Journal:
             self._writer = LineWriter(self._files.begin(self._batch.step, self._batch.batch), dump)
             self._writer.write(self._batch)
         group, sample = self._rows[row]
-        self._writer.write(_entry_of(group, sample, turn, exchange))
+        return self._writer.write(_entry_of(group, sample, turn, exchange))
+
+    def is_durable(self, line: int, *, waits: bool) -> bool:
+        """Return whether a line that was recorded is durable; if `waits`, once all are.
+
+        Raises:
+            OSError: The journal can't be written.
+        """
+        return self._writer is not None and self._writer.is_durable(line, waits=waits)
 
     def _read(self, name: str, lines: Sequence[str]) -> None:
         if not lines or not self._is_of_batch(name, lines[0]):
             return
-        damaged = []
+        damaged, found = [], set[tuple[int, int]]()
         for number, line in enumerate(lines[1:], start=2):
             try:
-                self._add(Entry.model_validate(load(line)))
+                self._add(Entry.model_validate(load(line)), found)
             except (ValueError, RecursionError):
                 damaged.append(number)
         if damaged and damaged != [len(lines)]:  # the last one may be what a kill has left
@@ -190,12 +204,19 @@ class Journal:
         logger.warning("%s isn't used: %s", name, problem)
         return False
 
-    def _add(self, entry: Entry) -> None:
-        recorded = self._recorded.get((entry.group, entry.sample), [])
+    def _add(self, entry: Entry, found: set[tuple[int, int]]) -> None:
+        """Add what a line has; `found` are the rows of which the file had lines before."""
+        key, exchange = (entry.group, entry.sample), _exchange_of(entry)
+        recorded = self._recorded.get(key, [])
         if max((*entry.token_ids, *_int32(entry.mask_ids)), default=0) >= self._vocab_size:
             raise ValueError("a token id is too large")
+        if entry.turn > 0 and exchange.turn is None:
+            if key not in found or len(recorded) != entry.turn + 1:  # its turn's line is damaged
+                return
+            exchange = replace(exchange, turn=recorded[-1].turn)
         if entry.turn <= len(recorded):
-            recorded[entry.turn :] = [_exchange_of(entry)]
+            recorded[entry.turn :] = [exchange]
+            found.add(key)
 
 
 def dump(value: Batch | Entry) -> str:

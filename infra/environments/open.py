@@ -86,7 +86,7 @@ def environment_class(config: EnvironmentConfig, rollout: EngineRollout) -> Envi
         return EnvironmentClass(_TOOLS, config, {"tools": list(config.tools), "parser": config.parser})
     if isinstance(config, ProgramEnvironment):
         arguments: dict[str, Any] = {"command": list(config.command), "sandbox": config.sandbox.model_dump(mode="json")}
-        arguments |= {"grader": config.grader, "memory_bytes": config.memory_bytes}
+        arguments |= {"parser": config.parser, "grader": config.grader, "memory_bytes": config.memory_bytes}
         return EnvironmentClass(_PROGRAM, config, {**arguments, "sampling": _sampling(config, rollout)})
     return EnvironmentClass(config.path, config, config.arguments)
 

@@ -31,7 +31,7 @@ from rl_core.user_code import import_user_module
 from schemas.errors import EnvironmentImportError
 
 # What a request may set besides messages and model.
-SETTINGS = ("stream", "stream_options", "tools", "user", "metadata")
+SETTINGS = ("stream", "stream_options", "tools", "user", "metadata", "stop", "logprobs")
 MAX_FILE_BYTES = 2**30
 OUTPUT_BYTES = 2**16  # of the end of what is printed
 
@@ -91,6 +91,7 @@ class Program:
         seed: The seed.
         command: The program and its arguments, as its sandbox takes them.
         sandbox: Where it runs, as `infra.environments.sandbox.open_sandbox` takes it.
+        parser: How calls are written, of `rl_core.environments.calls.PARSERS`.
         grader: Import path of a function of a `FinishedProgram`; None: the program prints its reward.
         memory_bytes: Most memory that it has.
         sampling: What its requests may set to this value only.
@@ -106,6 +107,7 @@ class Program:
         *,
         command: Sequence[str],
         sandbox: Mapping[str, Any],
+        parser: str,
         grader: str | None,
         memory_bytes: int,
         sampling: Mapping[str, Any],
@@ -114,7 +116,7 @@ class Program:
         self._task, self._seed, self._memory_bytes = task, seed, memory_bytes
         self._command, self._sandbox = command, open_sandbox(**sandbox)
         self._grade = None if grader is None else load_grader(grader)
-        self._conversation = Conversation("the program", None, SETTINGS, sampling)
+        self._conversation = Conversation("the program", None, SETTINGS, sampling, parser)
         self._is_expected: Callable[[Any, str], bool] | None = None
         self._number: str | None = None
         self._folder: Path | None = None
@@ -137,8 +139,7 @@ class Program:
         if ended.done():
             ended.result()  # or what has failed instead of the program
             raise ChatError(f"the program ended while it waited for its model's turn; {self._said()}")
-        turn = json.loads(action)
-        self._conversation.answer(turn["text"], turn["usage"])
+        self._conversation.answer(**json.loads(action))
         request = await self._next_request(self._conversation.observe)
         if request is None:
             return await self._end()
@@ -241,16 +242,17 @@ class Program:
         return f"its stderr ends with: {said[-ERROR_CHARACTERS:]}" if said else "it wrote nothing to stderr"
 
 
-def write_turn(text: str, num_before: int, num_tokens: int) -> str:
+def write_turn(text: str, num_before: int, num_tokens: int, **ending: Any) -> str:
     """Return the action that gives a turn to a program.
 
     Args:
         text: The turn.
         num_before: The tokens before it.
         num_tokens: Those that were sampled.
+        ending: What else `Conversation.answer` takes, as far as there is some.
     """
     usage = {"prompt_tokens": num_before, "completion_tokens": num_tokens, "total_tokens": num_before + num_tokens}
-    return json.dumps({"text": text, "usage": usage})
+    return json.dumps({"text": text, "usage": usage, **{name: value for name, value in ending.items() if value}})
 
 
 def load_grader(path: str) -> Callable[[FinishedProgram], Any]:

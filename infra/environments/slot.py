@@ -83,6 +83,7 @@ class Reply:
         extras: JSON of what else the messages of a whole chat have, such as calls of tools; empty: nothing.
         tools: JSON of the tools that then belong to it; empty: none.
         after: The number of the turn, from 1 on, that the messages follow; 0: the newest.
+        sampling: JSON of a `TurnSampling`, what they say of the next turn; empty: nothing.
         requests: Of an environment that asks its model itself: how many requests came to each API since its last
             answer, how many of them were `repeated` or `refused`, and the `seconds` from the one that this call
             answered to its turn. Measurements, which may differ when the call is repeated.
@@ -100,6 +101,7 @@ class Reply:
     extras: str = ""
     tools: str = ""
     after: int = 0
+    sampling: str = ""
     requests: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -123,7 +125,7 @@ class Reply:
         message: dict[str, Any] = {"observations": list(self.observations), "role": self.role}
         if self.roles:
             message["roles"] = list(self.roles)
-        message |= {name: value for name in ("extras", "tools", "after") if (value := getattr(self, name))}
+        message |= {name: value for name in ("extras", "tools", "after", "sampling") if (value := getattr(self, name))}
         if not is_reset:
             message |= {"reward": self.reward, "done": self.done, "metrics": dict(self.metrics)}
         return message

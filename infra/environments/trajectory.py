@@ -3,18 +3,34 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
 from infra.engines.base import Generation, SamplingMask
 from infra.environments.slot import Reply
+from schemas.base import Frozen
 from schemas.metrics import Max, Mean, Metrics, Sum
 
 EpisodeEnd = Literal["done", "turns", "turn_length", "length", "failed"]
 """Why a trajectory ended: its environment said so; after `environment.max_turns`; the model's turn was cut off at
 `environment.max_turn_tokens`; it has `rollout.max_response_tokens`, or no room for an observation and a further token;
 or its environment failed."""
+
+
+class TurnSampling(Frozen):
+    """What a request says of its turn besides what the run's settings say.
+
+    Attributes:
+        stop: It ends with the token that completes one of these strings.
+        max_tokens: The most tokens of it; None: as many as without a request.
+        logprobs: Whether the answer has its log-probs.
+    """
+
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    max_tokens: PositiveInt | None = None
+    logprobs: bool = False
 
 
 _REQUESTS = ("requests/chat_completions", "requests/responses", "requests/messages")  # by `ModelApi.name`
@@ -94,11 +110,14 @@ class TrajectoryBuilder:
         seconds: Time that the environment's reset took.
         requests: What the reset has counted of requests to the model.
         tools: JSON of the tools that it has added to the chat template; empty: none.
+        asked: What it says of the first turn; None: nothing.
         is_restarted: Whether it is restarted, as its environment answered otherwise than recorded.
 
     Attributes:
         place: The number of its row in the engine, once it has one.
+        is_apart: Whether its newest turn is another one than that of its row in the engine.
         tools: Those of the chat of its next turn.
+        asked: What the request says of that turn; of a turn that has been added, still the same.
     """
 
     def __init__(
@@ -111,9 +130,11 @@ class TrajectoryBuilder:
         *,
         requests: Mapping[str, float] | None = None,
         tools: str = "",
+        asked: TurnSampling | None = None,
         is_restarted: bool = False,
     ) -> None:
         self.number, self.seed, self.failure, self.place, self.tools = number, seed, failure, -1, tools
+        self.is_apart, self.asked = False, asked or TurnSampling()
         self.tokens = np.asarray(prompt_ids, dtype=np.int64)  # [P + R], prompt and tokens so far, of all branches
         self.turns: list[Turn] = []
         self._branches = [(0, -1)]  # where in `tokens` the tokens of each begin, and the one that they go on from

@@ -7,13 +7,14 @@ interpreters import it, too.
 
 import asyncio
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rl_core.environments.calls import Call, parse_hermes, without_reasoning
+from rl_core.environments.calls import PARSERS, Call, without_reasoning
 
 EXPECTED_SECONDS = 5.0  # for which another request waits, when what asks has been started again
 _OF_ROLES = {"assistant": {"reasoning", "reasoning_content", "tool_calls"}, "tool": {"tool_call_id", "name"}}
@@ -21,6 +22,7 @@ _WITHOUT_EFFECT: Mapping[str, Any] = {
     "n": 1,
     "stream": False,
     "logprobs": False,
+    "top_logprobs": 0,
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "stop": [],
@@ -77,12 +79,18 @@ class Turn(NamedTuple):
         message: What was sampled.
         reasoning: The reasoning in it.
         usage: What OpenAI reports of the tokens, if they are known.
+        stop: The request's stop string that ended it, which it doesn't have; or none.
+        is_cut: Whether the request's limit of tokens has ended it.
+        logprobs: The text and the log-prob of each token, if the request asks for them.
     """
 
     number: int
     message: Message
     reasoning: str
     usage: Mapping[str, int] | None
+    stop: str
+    is_cut: bool
+    logprobs: Sequence[tuple[str, float]]
 
 
 class Request(NamedTuple):
@@ -92,15 +100,18 @@ class Request(NamedTuple):
         messages: What follows the turn `after`, of one role; or all messages of its chat.
         after: The number of a turn, from 1 on; 0: the data row's prompt; None: they are a whole chat.
         tools: Those that the model may call, as the request has them.
+        sampling: What it says of the turn: `stop`, `max_tokens` and `logprobs`, if it does.
     """
 
     messages: Sequence[Message]
     after: int | None
     tools: Sequence[Any]
+    sampling: Mapping[str, Any]
 
     def as_chat(self) -> dict[str, Any]:
         """Return a whole chat as an environment's reset or step names it."""
-        return {"messages": [message.for_template() for message in self.messages], "tools": self.tools}
+        messages = [message.for_template() for message in self.messages]
+        return {"messages": messages, "tools": self.tools, "sampling": self.sampling}
 
 
 class _Asked:
@@ -109,15 +120,21 @@ class _Asked:
     Attributes:
         messages: Its chat.
         tools: Its tools.
+        sampling: What it says of its turn.
         turn: The turn.
         came_at: When it came, in the event loop's time.
     """
 
-    def __init__(self, messages: list[Message], tools: list[Any]) -> None:
-        self.messages, self.tools = messages, tools
+    def __init__(self, messages: list[Message], tools: list[Any], sampling: dict[str, Any]) -> None:
+        self.messages, self.tools, self.sampling = messages, tools, sampling
         loop = asyncio.get_running_loop()
         self.turn: asyncio.Future[Turn] = loop.create_future()
         self.came_at = loop.time()
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What tells it from others."""
+        return self.messages, self.tools, self.sampling
 
     @property
     def chat(self) -> list[Message]:
@@ -132,7 +149,8 @@ class Conversation:
         asker: Who asks, for messages.
         prompt: What the first request begins with; None: it has the whole prompt.
         settings: What a request may set besides messages and model: anything.
-        values: What it may set to one value only, that of the run; or, of a limit of tokens, to a higher one.
+        values: What it may set to one value only, that of the run; or, of a limit of tokens, to any.
+        parser: How the model writes calls.
 
     Attributes:
         owner: Who asks, once somebody has.
@@ -144,7 +162,9 @@ class Conversation:
         prompt: Sequence[Message] | None = None,
         settings: Collection[str] = (),
         values: Mapping[str, Any] | None = None,
+        parser: str = "hermes",
     ) -> None:
+        self._parser = parser
         self._prompt = None if prompt is None else [_stripped(*message) for message in prompt]
         self._asker = asker
         self._settings, self._values = {"messages", "model", *settings}, {**_WITHOUT_EFFECT, **(values or {})}
@@ -187,13 +207,13 @@ class Conversation:
                     "environment but one a client and a model of its own, and set its retries to 0"
                 )
             self.owner = owner
-            messages, tools = self._read(body)
-            for asked in reversed(self._asked):
-                if asked.messages == messages and asked.tools == tools:
+            asked = self._read(body)
+            for before in reversed(self._asked):
+                if before.identity == asked.identity:
                     self.count("repeated")
-                    return asked.turn
-            self._check(messages)
-            self._asked.append(asked := _Asked(messages, tools))
+                    return before.turn
+            self._check(asked.messages)
+            self._asked.append(asked)
             self._pending.append(asked)
             self._news.set()
             return asked.turn
@@ -201,12 +221,23 @@ class Conversation:
             self.fail(error)
             raise
 
-    def answer(self, action: str, usage: Mapping[str, int] | None = None) -> None:
+    def answer(
+        self,
+        text: str,
+        usage: Mapping[str, int] | None = None,
+        *,
+        stop: str = "",
+        is_cut: bool = False,
+        logprobs: Sequence[tuple[str, float]] = (),
+    ) -> None:
         """Give the model's turn to who asked for it: the request that `next_request` has returned.
 
         Args:
-            action: What was sampled.
+            text: What was sampled, up to the request's stop string.
             usage: What OpenAI reports of the tokens; None: nothing.
+            stop: The stop string that has ended it; or none.
+            is_cut: Whether the request's limit of tokens has.
+            logprobs: The text and the log-prob of each token, if the request asks for them.
 
         Raises:
             ChatError: The trajectory has failed.
@@ -217,8 +248,8 @@ class Conversation:
         assert asked is not None, "a turn that nobody asked for"
         self._answered.append(asked)
         number = len(self._answered)
-        message, reasoning = _read_turn(action, number, with_calls=bool(asked.tools))
-        asked.turn.set_result(Turn(number, message, reasoning, usage))
+        message, reasoning = _read_turn(text, number, self._parser if asked.tools else None)
+        asked.turn.set_result(Turn(number, message, reasoning, usage, stop, is_cut, logprobs))
         self._counts["seconds"] += asyncio.get_running_loop().time() - asked.came_at
 
     async def next_request(
@@ -245,7 +276,7 @@ class Conversation:
         if ended.done():
             return None
         chosen = [asked for asked in self._pending if is_expected is None or is_expected(self._request_of(asked))]
-        self._current = min(chosen or self._pending, key=lambda asked: (repr(asked.messages), repr(asked.tools)))
+        self._current = min(chosen or self._pending, key=lambda asked: [*map(repr, asked.identity)])
         self._pending.remove(self._current)
         return self._request_of(self._current)
 
@@ -266,7 +297,9 @@ class Conversation:
         if request.after is None:
             return request.as_chat(), "user"
         texts, role = [message.content for message in request.messages], request.messages[0].role
-        return (texts if request.after == len(self._answered) else {"observation": texts, "after": request.after}), role
+        if request.after == len(self._answered) and not request.sampling:
+            return texts, role
+        return {"observation": texts, "after": request.after, "sampling": request.sampling}, role
 
     def count(self, kind: str) -> None:
         """Count a request of a kind: an API's name, `repeated` or `refused`."""
@@ -290,16 +323,16 @@ class Conversation:
     def _request_of(self, asked: _Asked) -> Request:
         """Return what a request asks: what it adds to the longest chat that it extends, or its whole chat."""
         if not self._answered and self._prompt is not None and not asked.tools:
-            return Request(asked.messages[len(self._prompt) :], 0, asked.tools)
+            return Request(asked.messages[len(self._prompt) :], 0, asked.tools, asked.sampling)
         extended = [
             (len(before.chat), number)
             for number, before in enumerate(self._answered, start=1)
             if before.tools == asked.tools and _extends(asked.messages, before.chat)
         ]
         if not extended:
-            return Request(asked.messages, None, asked.tools)
+            return Request(asked.messages, None, asked.tools, asked.sampling)
         length, number = max(extended)
-        return Request(asked.messages[length:], number, asked.tools)
+        return Request(asked.messages[length:], number, asked.tools, asked.sampling)
 
     def _check(self, messages: list[Message]) -> None:
         """Check a request that wasn't asked before.
@@ -324,8 +357,8 @@ class Conversation:
                 f"the first request adds messages of roles {', '.join(roles)}; all must be of one, and not the model's"
             )
 
-    def _read(self, body: Any) -> tuple[list[Message], list[Any]]:
-        """Return a request's chat and tools.
+    def _read(self, body: Any) -> _Asked:
+        """Return a request.
 
         Raises:
             ChatError: It is none, or sets what only the run's config may.
@@ -345,7 +378,19 @@ class Conversation:
             raise ChatError(f"{self._asker} asks its model without a list of messages")
         read = (_read_message(at, message) for at, message in enumerate(messages))
         chat = [message._replace(content=self._texts.setdefault(message.content, message.content)) for message in read]
-        return chat, self._read_tools(body.get("tools") or [])
+        return _Asked(chat, self._read_tools(body.get("tools") or []), self._read_sampling(body))
+
+    def _read_sampling(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a request says of its turn, without what the run's settings say, too."""
+        stop, logprobs = body.get("stop") or [], body.get("logprobs") or False
+        stop = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stop, list) or not all(isinstance(each, str) and each for each in stop):
+            raise ChatError(f"{self._asker} asks its model with stop = {stop!r:.80}, expected texts that aren't empty")
+        if not isinstance(logprobs, bool):
+            raise ChatError(f"{self._asker} asks its model with logprobs = {logprobs!r:.80}, expected true or false")
+        limits = [body[name] for name in _LIMITS if (body.get(name) or math.inf) < self._values.get(name, 0)]
+        sampling = {"stop": stop, "max_tokens": min(limits, default=0), "logprobs": logprobs}
+        return {name: value for name, value in sampling.items() if value}
 
     def _read_tools(self, tools: Any) -> list[Any]:
         if not isinstance(tools, list) or not all(
@@ -362,8 +407,8 @@ class Conversation:
     def _allows(self, name: str, value: Any) -> bool:
         if value is None or name in self._settings:
             return True
-        if name in _LIMITS and name in self._values and isinstance(value, int):
-            return value >= self._values[name]  # which ends no turn earlier
+        if name in _LIMITS and name in self._values and type(value) is int:
+            return value > 0
         return name in self._values and value == self._values[name]
 
 
@@ -377,17 +422,23 @@ def _extends(messages: Sequence[Message], chat: Sequence[Message]) -> bool:
     return not asked or asked == [message.answered for message in added]
 
 
-def _read_turn(action: str, number: int, *, with_calls: bool) -> tuple[Message, str]:
-    """Return a turn as a message, and its reasoning; if one of its calls can't be read, all of it is text."""
+def _read_turn(action: str, number: int, parser: str | None) -> tuple[Message, str]:
+    """Return a turn as a message, and its reasoning; if one of its calls can't be read, all of it is text.
+
+    Args:
+        action: The turn.
+        number: Its number.
+        parser: How calls are written; None: it has none.
+    """
     answer, reasoning = without_reasoning(action), ""
     if len(answer) < len(action):
         before = action[: len(action) - len(answer)].removesuffix("</think>")
         reasoning = before.partition("<think>")[2] or before
-    parsed = parse_hermes(action) if with_calls else ()
+    parsed = PARSERS[parser](action) if parser else ()
     calls = [call for call in parsed if isinstance(call, Call)]
     if not calls or len(calls) < len(parsed):
         return _stripped("assistant", answer), reasoning
-    content = answer.partition("<tool_call>")[0].strip()
+    content = "" if parser == "json" else answer.partition("<tool_call>")[0].strip()
     numbered = ((f"call-{number}-{at}", call.name, call.arguments) for at, call in enumerate(calls, start=1))
     return Message("assistant", content, tuple(numbered)), reasoning
 

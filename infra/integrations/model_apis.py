@@ -168,7 +168,7 @@ def _with_known_role(message: Any) -> Any:
 
 
 def _write_completion(turn: Turn, body: Json) -> Json:
-    choice = {"message": turn.message.as_openai() | _reasoning(turn), "finish_reason": _finish_reason(turn)}
+    choice = {"message": turn.message.as_openai() | _reasoning(turn), **_ending(turn)}
     completion = _part(turn, "chat.completion", choice)
     return completion | ({"usage": turn.usage} if turn.usage else {})
 
@@ -184,7 +184,7 @@ def _stream_completion(turn: Turn, body: Json) -> Iterator[Json]:
     ]
     for delta in filter(None, deltas):
         yield _part(turn, kind, {"delta": delta, "finish_reason": None})
-    yield _part(turn, kind, {"delta": {}, "finish_reason": _finish_reason(turn)})
+    yield _part(turn, kind, {"delta": {}, **_ending(turn)})
     options = body.get("stream_options")
     if turn.usage and isinstance(options, dict) and options.get("include_usage"):
         yield _part(turn, kind) | {"usage": turn.usage}
@@ -194,8 +194,19 @@ def _reasoning(turn: Turn) -> dict[str, str]:
     return {"reasoning_content": turn.reasoning} if turn.reasoning else {}
 
 
-def _finish_reason(turn: Turn) -> str:
-    return "tool_calls" if turn.message.calls else "stop"
+def _ending(turn: Turn) -> Json:
+    """Return why a turn has ended, and the log-probs of its tokens, if they were asked for."""
+    reason = "length" if turn.is_cut else "tool_calls" if turn.message.calls else "stop"
+    logprobs = {"logprobs": {"content": _logprobs(turn), "refusal": None}} if turn.logprobs else {}
+    return {"finish_reason": reason, **logprobs}
+
+
+def _logprobs(turn: Turn) -> list[Json]:
+    """Return the log-probs of a turn's tokens; a text that is not a whole character has no bytes."""
+    return [
+        {"token": text, "logprob": value, "bytes": None if "\ufffd" in text else [*text.encode()], "top_logprobs": []}
+        for text, value in turn.logprobs
+    ]
 
 
 def _part(turn: Turn, kind: str, choice: Mapping[str, Any] | None = None) -> Json:
@@ -223,11 +234,11 @@ _RESPONSES_IGNORED = {
 }
 _RESPONSES_DEFAULTS = {
     "background": False,
-    "include": ["reasoning.encrypted_content"],  # reasoning need not come back
     "service_tier": "auto",
     "text": {"format": {"type": "text"}},
     "truncation": "disabled",
 }
+_ENCRYPTED, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"  # what may be included
 _OF_MESSAGES = {"content", "id", "phase", "role", "status", "type"}
 _TEXTS = ("input_text", "output_text")
 
@@ -242,6 +253,8 @@ def _read_responses(body: Json) -> Json:
         )
     if isinstance(reasoning := chat.get("reasoning"), dict):
         chat["reasoning"] = _without(reasoning, {"summary"}, {}) or None  # which comes whole
+    if isinstance(include := chat.get("include"), list) and all(each in (_ENCRYPTED, _LOGPROBS) for each in include):
+        chat["logprobs"] = _LOGPROBS in chat.pop("include")  # reasoning need not come back
     given, instructions = chat.pop("input", None), chat.pop("instructions", None)
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -291,21 +304,22 @@ def _write_response(turn: Turn, body: Json) -> Json:
         content = [{"type": "reasoning_text", "text": turn.reasoning}]
         items.append({"id": f"rs_{number}", "type": "reasoning", "summary": [], "content": content})
     if turn.message.content or not turn.message.calls:
-        text = {"type": "output_text", "text": turn.message.content, "annotations": [], "logprobs": []}
+        text = {"type": "output_text", "text": turn.message.content, "annotations": [], "logprobs": _logprobs(turn)}
         items.append({"id": f"msg_{number}", "type": "message", "role": "assistant", "content": [text]})
     for at, (key, name, arguments) in enumerate(turn.message.calls, start=1):
         call = {"call_id": key, "name": name, "arguments": json.dumps(arguments)}
         items.append({"id": f"fc_{number}_{at}", "type": "function_call", **call})
+    status = "incomplete" if turn.is_cut else "completed"
     return {
         "id": f"resp_{number}",
         "object": "response",
         "created_at": 0,
-        "status": "completed",
+        "status": status,
         "error": None,
-        "incomplete_details": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if turn.is_cut else None,
         "instructions": body.get("instructions"),
         "model": MODEL,
-        "output": [item | {"status": "completed"} for item in items],
+        "output": [item | {"status": status} for item in items],
         "parallel_tool_calls": True,
         "previous_response_id": None,
         "store": False,
@@ -334,7 +348,7 @@ def _stream_response(turn: Turn, body: Json) -> Iterator[Json]:
 
 def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
     """Return the kinds of a response's events, and what they have: a text or the arguments of a call in one part."""
-    begun = response | {"status": "in_progress", "output": [], "usage": None}
+    begun = response | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     yield "created", {"response": begun}
     yield "in_progress", {"response": begun}
     for at, item in enumerate(response["output"]):
@@ -347,13 +361,13 @@ def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
             yield "function_call_arguments.done", {**place, "name": item["name"], "arguments": arguments}
         else:
             (part,), place = item["content"], {**place, "content_index": 0}
-            probabilities: Json = {"logprobs": []} if part["type"] == "output_text" else {}
-            yield "content_part.added", {**place, "part": part | {"text": ""}}
+            probabilities = {name: value for name, value in part.items() if name == "logprobs"}
+            yield "content_part.added", {**place, "part": part | {"text": ""} | {key: [] for key in probabilities}}
             yield f"{part['type']}.delta", {**place, "delta": part["text"], **probabilities}
             yield f"{part['type']}.done", {**place, "text": part["text"], **probabilities}
             yield "content_part.done", {**place, "part": part}
         yield "output_item.done", {"output_index": at, "item": item}
-    yield "completed", {"response": response}
+    yield response["status"], {"response": response}
 
 
 RESPONSES = ModelApi("responses", _read_responses, _write_response, _stream_response, "", _openai_error)
@@ -372,6 +386,8 @@ def _read_messages(body: Json) -> Json:
         del chat["thinking"]
     if chat.get("tool_choice") in _AUTO:
         del chat["tool_choice"]
+    if "stop_sequences" in chat:
+        chat["stop"] = chat.pop("stop_sequences")
     system, given = chat.pop("system", None), chat.get("messages")
     if isinstance(given, list):
         first = [{"role": "system", "content": system}] if system else []
@@ -422,14 +438,15 @@ def _write_message(turn: Turn, body: Json) -> Json:
         content.append({"type": "text", "text": turn.message.content})
     for key, name, arguments in turn.message.calls:
         content.append({"type": "tool_use", "id": key, "name": name, "input": arguments})
+    reason = "tool_use" if turn.message.calls else "stop_sequence" if turn.stop else "end_turn"
     return {
         "id": f"msg_{turn.number}",
         "type": "message",
         "role": "assistant",
         "model": MODEL,
         "content": content,
-        "stop_reason": "tool_use" if turn.message.calls else "end_turn",
-        "stop_sequence": None,
+        "stop_reason": "max_tokens" if turn.is_cut else reason,
+        "stop_sequence": turn.stop or None,
         "usage": _message_usage(turn.usage) if turn.usage else {},
     }
 
@@ -440,7 +457,12 @@ def _message_usage(usage: Mapping[str, int]) -> Json:
 
 def _stream_message(turn: Turn, body: Json) -> Iterator[Json]:
     message = _write_message(turn, body)
-    begun = {"content": [], "stop_reason": None, "usage": message["usage"] | {"output_tokens": 0}}
+    begun = {
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": message["usage"] | {"output_tokens": 0},
+    }
     yield {"type": "message_start", "message": message | begun}
     for at, block in enumerate(message["content"]):
         empty, deltas = _block_deltas(block)
@@ -448,7 +470,7 @@ def _stream_message(turn: Turn, body: Json) -> Iterator[Json]:
         for delta in deltas:
             yield {"type": "content_block_delta", "index": at, "delta": delta}
         yield {"type": "content_block_stop", "index": at}
-    end = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    end = {name: message[name] for name in ("stop_reason", "stop_sequence")}
     yield {"type": "message_delta", "delta": end, "usage": message["usage"]}
     yield {"type": "message_stop"}
 

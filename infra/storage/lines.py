@@ -209,18 +209,32 @@ class LineWriter(Generic[Entry]):
     def __init__(self, lines: Lines, dump: Callable[[Entry], str]) -> None:
         self._lines, self._dump = lines, dump
         self._waiting: Queue[Entry | None] = Queue(MAX_WAITING)  # None: the end
+        self._num_written = self._num_durable = 0
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
         self._thread.start()
 
-    def write(self, entry: Entry) -> None:
-        """Have an entry appended soon.
+    def write(self, entry: Entry) -> int:
+        """Have an entry appended soon; return its number, from 1 on.
 
         Raises:
             OSError: An earlier one can't be written.
         """
         self._check()
         self._waiting.put(entry)
+        self._num_written += 1
+        return self._num_written
+
+    def is_durable(self, number: int, *, waits: bool) -> bool:
+        """Return whether the entry of a number is durable; if `waits`, once all are.
+
+        Raises:
+            OSError: One can't be written.
+        """
+        if waits:
+            self._waiting.join()
+        self._check()
+        return number <= self._num_durable
 
     def close(self) -> None:
         """Wait until all entries are durable.
@@ -252,5 +266,8 @@ class LineWriter(Generic[Entry]):
                 try:
                     if text := "".join(self._dump(entry) for entry in entries if entry is not None):
                         self._lines.append(text)
+                    self._num_durable += len(entries)
                 except Exception as error:  # noqa: BLE001 - it is raised where the entries come from
                     self._error = error
+            for _ in entries:
+                self._waiting.task_done()

@@ -174,6 +174,9 @@ class ProgramEnvironment(TurnLimits):
     command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
     """The program and its arguments; of a process, with `{workdir}`, the run's, and `{python}`, its interpreter."""
 
+    parser: Literal["hermes", "json"] = "hermes"
+    """How calls of the program's tools are written, see that of tools; with `json`, a turn has one."""
+
     grader: ImportPath | None = None
     """Import path of a function that rewards a trajectory, `module:function`; None: what the program prints."""
 

@@ -1,20 +1,27 @@
 """A rollout that was abandoned in the middle, or whose rows were lost, goes on from its journal in another worker."""
 
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from infra.engines.embedded.engine import TransformersEngine
 from infra.engines.embedded.rows import TransformersRows
 from infra.environments.journal import Batch, Entry, Exchange, Journal, dump, load
+from infra.environments.pool import EnvironmentPool
 from infra.environments.trajectory import TrajectoryBuilder
+from infra.models.load import load_model, load_tokenizer
+from infra.storage.lines import LocalLines
 from infra.storage.runs import RunDirectory
 from schemas.config.changes import sampling_digest
 from schemas.step import RunHandle
 from tests.support.configs import merge
+from tests.support.engine_checks import plain_logprobs
 from tests.support.programs import program
 from tests.support.progress import children_running
 from tests.support.rollout_workers import GROUPS, NUM_SAMPLES, make_folder, play, run_of
@@ -31,11 +38,14 @@ PROGRAM = """
     log.write("reset\\n")
     messages[-1]["content"] += f" I am {{task['seed'] % 1000}}"
     for at in range(1 + index % 3):
-        said = ask()
+        said = ask(**{limits})
         log.write("step\\n")
         say(f"{{at}}: {{len(said)}}")
     finish(0.5)
 """
+
+
+LIMITS = {"stop": list("abcdefghijklmnopqrstuvwxyz"), "max_tokens": 9, "logprobs": True}  # of a program's requests
 
 
 class AbandonedError(Exception):
@@ -50,14 +60,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _importable_rewards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(folder)
+    (folder / "calls").unlink(missing_ok=True)
 
 
 def run_with(folder: Path, game: str, **overrides: Any) -> RunHandle:
     """Return a run, in a directory of its own, with an environment that may note its calls in its parent."""
     arguments = {"log": str(folder / "calls")} if game in ("Noted", "Salted", "Search") else {}
     environment = {"kind": "class", "path": f"tests.support.games:{game}", "arguments": arguments, "num_processes": 2}
-    if game == "Program":
-        environment = program(folder, PROGRAM.format(log=str(folder / "calls")), num_processes=2).model_dump()
+    if game in ("Program", "Limited"):
+        limits = LIMITS if game == "Limited" else {}
+        code = PROGRAM.format(log=str(folder / "calls"), limits=limits)
+        environment = program(folder, code, num_processes=2).model_dump()
     fields = {
         "environment": {**environment, "max_turns": MAX_TURNS},
         "rollout": {"max_response_tokens": 200, "stop_token_ids": ENDS},
@@ -127,6 +140,8 @@ def num_calls(row: dict[str, Any]) -> int:
         ("Noted", "as_ready"),
         ("Program", "lockstep"),
         ("Program", "as_ready"),
+        ("Limited", "lockstep"),
+        ("Limited", "as_ready"),
     ],
 )
 def test_what_was_answered_is_not_asked_again(
@@ -151,6 +166,22 @@ def test_what_was_answered_is_not_asked_again(
         assert {sample: row["response_ids"] for sample, row in rows.items()} == {
             sample: row["response_ids"] for sample, row in expected.items()
         }
+
+
+def test_turns_that_their_requests_end_are_those_of_the_policy(folder: Path) -> None:
+    run = run_with(folder, "Limited")
+    _, rows = play(run)
+    model, tokenizer, lasts = load_model(run.config.model), load_tokenizer(run.config.model), list[str]()
+    for row in rows.values():
+        assert row["episode_end"] == "done"
+        assert max(row["turn_tokens"]) <= LIMITS["max_tokens"]
+        trained, ids = np.array(row["loss_mask"]), np.array(row["response_ids"])
+        found = plain_logprobs(model, row["prompt_ids"], ids, 1.0)
+        np.testing.assert_allclose(np.array(row["sampler_logprobs"])[trained], found[trained], rtol=0, atol=1e-4)
+        ends = np.flatnonzero(np.diff(trained, append=False) & trained)
+        lasts += [tokenizer.decode(ids[end]) for end in ends]
+        assert not set(tokenizer.decode(np.delete(ids, ends)[np.delete(trained, ends)])) & set(LIMITS["stop"])
+    assert set(lasts) & set(LIMITS["stop"])
 
 
 def test_killed_environment_processes_change_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,30 +267,98 @@ def test_an_environment_that_answers_otherwise_has_its_trajectory_played_anew(
     assert play(run)[1] == rows  # the journal has the new trajectories
 
 
-@pytest.mark.parametrize("turn", [0, 1, 2, 3])
-def test_from_where_the_model_does_otherwise_the_environment_is_asked(folder: Path, turn: int) -> None:
+@pytest.mark.parametrize("game", ["Noted", "Program"])
+def test_no_turn_is_sampled_twice(folder: Path, monkeypatch: pytest.MonkeyPatch, game: str) -> None:
+    sampled, step = list[Any](), TransformersRows.step
+
+    def note(rows: TransformersRows) -> Any:
+        sampled.extend(found := step(rows))
+        return found
+
+    monkeypatch.setattr(TransformersRows, "step", note)
+    run = run_with(folder, game, environment={"resume_rows": "as_ready"})
+    abandon(run, monkeypatch, num_answers=10)
+    assert sampled
+    rows = play(run)[1]
+    assert len(sampled) == sum(len(row["turn_tokens"]) for row in rows.values())
+
+
+@pytest.mark.parametrize(("game", "resume_rows"), [("Noted", "lockstep"), ("Program", "as_ready")])
+def test_a_turn_is_durable_before_its_environment_has_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, game: str, resume_rows: str
+) -> None:
+    durable, sent = Counter[int](), Counter[int]()
+    append, step = LocalLines.append, EnvironmentPool.step
+
+    def append_late(lines: LocalLines, text: str) -> None:
+        time.sleep(0.02)  # the rows go on meanwhile
+        append(lines, text)
+        for entry in map(load, text.splitlines(keepends=True)):
+            durable[entry.get("group", 0) * NUM_SAMPLES + entry.get("sample", 0)] += "token_ids" in entry
+
+    def check(pool: EnvironmentPool, row: int, action: str) -> None:
+        sent[row] += 1
+        assert durable[row] == sent[row]
+        step(pool, row, action)
+
+    monkeypatch.setattr(LocalLines, "append", append_late)
+    monkeypatch.setattr(EnvironmentPool, "step", check)
+    rows = play(run_with(folder, game, environment={"resume_rows": resume_rows}))[1]
+    assert sent.total() == sum(num_calls(row) - 1 for row in rows.values())
+
+
+def test_what_begins_otherwise_is_not_used(folder: Path) -> None:
     run = run_with(folder, "Noted")
     _, expected = play(run)
-    forged = next(sample for sample, row in expected.items() if len(row["turn_tokens"]) == 3)
-    missing = next(sample for sample in expected if sample != forged)  # else the batch would be taken as it is
     (lines,) = RunDirectory.of(run).journals.attempts(0, 0)
-    path = Path(str(lines))
-    path.write_text("".join(forge(path.read_text().splitlines(keepends=True), forged, turn, missing)))
+    first, *others = list(lines.read())
+    kept = [first]
+    for entry in map(Entry.model_validate, map(load, others)):
+        if (entry.group, entry.sample, entry.turn) == (0, 0, 0):
+            kept.append(dump(entry.replace(begins_with="other")))
+        elif (entry.group, entry.sample) != (0, 1):  # else the batch would be taken as it is
+            kept.append(dump(entry))
+    lines.replace(kept)
     calls(folder)
     assert play(run)[1] == expected
-    assert calls(folder) == num_calls(expected[forged]) + num_calls(expected[missing])
+    assert calls(folder) == num_calls(expected["0-0-0"]) + num_calls(expected["0-0-1"])
 
 
-def forge(lines: list[str], forged: str, turn: int, missing: str) -> Iterator[str]:
-    """Yield a journal's lines with another turn of a sample, and without those of another one."""
-    yield lines[0]
-    for entry in map(Entry.model_validate, map(load, lines[1:])):
-        sample = f"0-{entry.group}-{entry.sample}"
-        if (sample, entry.turn) == (forged, turn):
-            token_ids = (*entry.token_ids[:-1], *(each ^ 1 for each in entry.token_ids[-1:]))
-            yield dump(entry.replace(token_ids=token_ids) if turn else entry.replace(begins_with="other"))
-        elif sample != missing:
-            yield dump(entry)
+@pytest.mark.parametrize("resume_rows", ["lockstep", "as_ready"])
+@pytest.mark.parametrize("turn", [1, 2])
+def test_what_an_environment_has_seen_takes_the_place_of_what_the_model_would_say(
+    folder: Path, turn: int, resume_rows: str
+) -> None:
+    run = run_with(folder, "Noted", environment={"resume_rows": resume_rows})
+    _, expected = play(run)
+    forged = next(sample for sample, row in expected.items() if len(row["turn_tokens"]) == MAX_TURNS)
+    said = forge(run, forged, turn)
+    calls(folder)
+    row = play(run)[1][forged]
+    at = sum(row["turn_tokens"][: turn - 1]) + sum(row["turn_bridge_tokens"][: turn - 1])
+    end = at + row["turn_tokens"][turn - 1]
+    assert tuple(row["response_ids"][at:end]) == said
+    assert calls(folder) == num_calls(row)
+    trained = np.array(row["loss_mask"]) & (np.arange(len(row["loss_mask"])) >= end)  # goes on from these tokens
+    assert trained.any()
+    found = plain_logprobs(load_model(run.config.model), row["prompt_ids"], np.array(row["response_ids"]), 1.0)
+    np.testing.assert_allclose(np.array(row["sampler_logprobs"])[trained], found[trained], rtol=0, atol=1e-4)
+
+
+def forge(run: RunHandle, forged: str, turn: int) -> tuple[int, ...]:
+    """Have a run's journal end a sample with another turn that has no answer; return the turn's tokens."""
+    said: tuple[int, ...] = ()
+    (lines,) = RunDirectory.of(run).journals.attempts(0, 0)
+    first, *others = list(lines.read())
+    kept = [first]
+    for entry in map(Entry.model_validate, map(load, others)):
+        if f"0-{entry.group}-{entry.sample}" != forged or entry.turn < turn:
+            kept.append(dump(entry))
+        elif entry.turn == turn and entry.token_ids:
+            said = (entry.token_ids[0] ^ 1, *entry.token_ids[1:])
+            kept.append(dump(entry.replace(token_ids=said)))
+    lines.replace(kept)
+    return said
 
 
 def observations(exchanges: list[Exchange]) -> Iterator[str]:

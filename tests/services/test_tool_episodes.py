@@ -41,6 +41,7 @@ class GivenTurns:
         self._tokenizer, self._turns = make_tokenizer(), [list(texts) for texts in turns]
         self._histories: list[np.ndarray] = []
         self._unfinished: list[int] = []
+        self._limits: list[int] = []
         self.prompts: list[str] = []  # of each turn
 
     @property
@@ -52,14 +53,16 @@ class GivenTurns:
         return self
 
     def begin(self, requests: Sequence[GenerationRequest]) -> range:
-        begun = [request.prompt_ids for request in requests for _ in request.seeds]
+        begun = [(request.prompt_ids, request.max_tokens) for request in requests for _ in request.seeds]
         rows = range(len(self._histories), len(self._histories) + len(begun))
-        self._histories += begun
+        self._histories += [prompt for prompt, _ in begun]
+        self._limits += [limit or 0 for _, limit in begun]
         self._unfinished += rows
         return rows
 
-    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int) -> None:
+    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int, stop: tuple[str, ...]) -> None:
         self._histories[row] = np.concatenate([self._histories[row], token_ids])
+        self._limits[row] = max_tokens
         self._unfinished.append(row)
 
     def branch(self, row: int, request: GenerationRequest) -> int:
@@ -80,9 +83,11 @@ class GivenTurns:
 
     def _turn(self, row: int) -> Generation:
         self.prompts.append(self._tokenizer.decode(self._histories[row]))
-        ids = np.array([*self._tokenizer(self._turns[row].pop(0))["input_ids"], self._tokenizer.eos_token_id])
+        whole = [*self._tokenizer(self._turns[row].pop(0))["input_ids"], self._tokenizer.eos_token_id]
+        ids = np.array(whole[: self._limits[row]])
         self._histories[row] = np.concatenate([self._histories[row], ids])
-        return Generation(ids, np.zeros(len(ids), dtype=np.float32), "stop")
+        reason = "length" if len(ids) < len(whole) else "stop"
+        return Generation(ids, -np.arange(len(ids), dtype=np.float32), reason)
 
 
 def play(
@@ -209,6 +214,35 @@ def test_a_program_leaves_its_chat_and_comes_back(tmp_path: Path) -> None:
     assert len(row.token_ids) < len(np.concatenate(paths)) / 2  # each token is there once
     sampled = tokenizer.decode(row.token_ids[row.loss_mask])
     assert sampled == "".join(f"{letter}<|end|>" for letter in "abcdefg")
+
+
+LIMITED = """
+    assert ask(stop=["xyz", "STOP"]) == "ab"
+    messages.pop()
+    assert ask(stop="b") == "A", "it has the turn of a request with other parameters"
+    messages.pop()
+    assert ask(stop="b") == "A", "the same request has another turn"
+    say("go on")
+    choice = json.loads(post({"messages": messages, "max_tokens": 4, "logprobs": True})[1])["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "cd\\u00e9"), choice
+    found = [(each["token"], each["logprob"], each["bytes"]) for each in choice["logprobs"]["content"]]
+    assert found == [("c", 0, [99]), ("d", -1, [100]), ("\\ufffd", -2, None), ("\\ufffd", -3, None)], found
+    messages.append(choice["message"])
+    say("well?")
+    ask(stop=["none"], max_tokens=999)
+    finish(1.0)
+"""
+
+
+def test_a_request_may_end_its_turn_early(tmp_path: Path) -> None:
+    engine = GivenTurns([["abSTOPxyz", "Abc", "cdéfgh", "end"]])
+    (row,) = play(engine, ["5"], program(tmp_path, LIMITED, max_turns=5))
+    assert (row.failure, row.end, row.reward, row.num_branches) == (None, "done", 1.0, 1)
+    begin, bridge = "<|user|>2 + 3 =<|assistant|>", "<|end|><|user|>{}<|assistant|>"
+    third = f"{begin}Ab{bridge.format('go on')}"
+    assert engine.prompts == [begin, begin, third, f"{third}cdé{bridge.format('well?')}"]
+    assert make_tokenizer().decode(row.token_ids[row.loss_mask]) == "abSTOPAbcdéend<|end|>"
+    assert [turn.action for turn in row.turns] == ["abSTOP", "Ab", "cdé", "end"]
 
 
 def test_a_branch_that_rows_of_the_run_cannot_have_is_a_failure(tmp_path: Path) -> None:

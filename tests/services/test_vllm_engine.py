@@ -36,6 +36,7 @@ from tests.support.engine_checks import (
     assert_identical,
     assert_logprobs,
     assert_requests_have_limits_of_their_own,
+    assert_requests_have_stops_of_their_own,
     assert_stop_tokens_end_responses,
     assert_turns_are_exact,
     counting_python,
@@ -207,8 +208,9 @@ def test_an_abandoned_call_leaves_nothing_behind(engine: ProgramEngine) -> None:
     assert_identical(generate_all(engine, requests, sampling), whole)
 
 
-def test_requests_have_limits_of_their_own(engine: ProgramEngine, model: PreTrainedModel) -> None:
+def test_requests_have_limits_and_stops_of_their_own(engine: ProgramEngine, model: PreTrainedModel) -> None:
     assert_requests_have_limits_of_their_own(engine, model)
+    assert_requests_have_stops_of_their_own(engine)
 
 
 @pytest.mark.parametrize("joins", [False, True])

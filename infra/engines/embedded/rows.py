@@ -24,6 +24,7 @@ class _Start:
     rows: tuple[int, ...]
     seeds: tuple[int, ...]
     limit: int  # the most tokens that each samples
+    stop: tuple[str, ...]  # strings that end it, besides the sampling's
     token_ids: np.ndarray  # all tokens before that
 
 
@@ -105,20 +106,21 @@ class TransformersRows:
         for request in requests:
             if rows := tuple(next(numbers) for _ in request.seeds):
                 prompt_ids, limit = np.asarray(request.prompt_ids), request.token_limit(self._sampling)
-                self._waiting.append(_Start(rows, request.seeds, limit, prompt_ids))
+                self._waiting.append(_Start(rows, request.seeds, limit, request.stop, prompt_ids))
         return added
 
-    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int) -> None:
+    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int, stop: tuple[str, ...] = ()) -> None:
         """Add the next turn of a row whose turn has ended; see `DecodingRows.extend`."""
         assert self._several_turns, "rows are extended only if they were opened so"
-        self._waiting.append(_Start((row,), (seed,), max_tokens, np.concatenate([self._tokens_of(row), token_ids])))
+        history = np.concatenate([self._tokens_of(row), token_ids])
+        self._waiting.append(_Start((row,), (seed,), max_tokens, stop, history))
 
     def branch(self, row: int, request: GenerationRequest) -> int:
         """Add the next turn of a row, after other tokens than its own; see `DecodingRows.branch`."""
         assert self._several_turns, "rows branch only if they were opened so"
         check_prompts([request], self._sampling)
         limit = request.token_limit(self._sampling)
-        self._waiting.append(_Start((row,), request.seeds, limit, np.asarray(request.prompt_ids)))
+        self._waiting.append(_Start((row,), request.seeds, limit, request.stop, np.asarray(request.prompt_ids)))
         return row
 
     @torch.inference_mode()
@@ -241,7 +243,8 @@ class TransformersRows:
                 continue
             rows = [row for start, _ in group for row in start.rows]
             limits = [start.limit for start, _ in group for _ in start.rows]
-            self._samples.start(rows, [seed for start, _ in group for seed in start.seeds], limits)
+            stops = [start.stop for start, _ in group for _ in start.rows]
+            self._samples.start(rows, [seed for start, _ in group for seed in start.seeds], limits, stops)
             self._histories |= {row: start.token_ids for start, _ in group for row in start.rows}
             held = [cache for _, cache in group if cache is not None]
             token_ids = [start.token_ids[0 if cache is None else _num_cached(cache) :] for start, cache in group]

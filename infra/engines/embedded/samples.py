@@ -3,7 +3,7 @@
 N rows, V tokens of vocabulary, M the most tokens of a turn, L rows that are decoded together.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -107,40 +107,45 @@ class StopStrings:
     character, since a tokenizer's byte tokens only decode correctly together.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-        """Look for `strings`, none of them empty, in the responses of the rows that `restart` names."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._strings = tuple(strings)
-        self._max_length = max(len(string) for string in strings)
+        self._strings: dict[int, tuple[str, ...]] = {}  # of rows that have some
         self._starts: dict[int, int] = {}  # the first token of each row's window
         self._next_starts: dict[int, int] = {}  # and of its next window; follows a whole character
         self._num_before: dict[int, int] = {}  # characters of the window before the next one's start
 
-    def restart(self, rows: Iterable[int]) -> None:
-        """Look for the strings in new responses of these rows, which are still empty."""
-        for row in rows:
+    def restart(self, row: int, strings: Sequence[str]) -> None:
+        """Look for strings, none of them empty, in a new response of a row, which is still empty."""
+        self._strings.pop(row, None)
+        if strings:
+            self._strings[row] = tuple(strings)
             self._starts[row] = self._next_starts[row] = self._num_before[row] = 0
 
     def find(self, rows: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """Return bool [L]: whether the newest token of each row has completed a stop string.
 
         Args:
-            rows: int64 [L], L >= 1, the rows that have grown by one token.
+            rows: int64 [L], the rows that have grown by one token.
             token_ids: Integers [N, R], all N rows' responses.
             num_tokens: int64 [L], the tokens that these rows have now, at most R.
         """
-        lengths = list(zip(rows.tolist(), num_tokens.tolist(), strict=True))
-        windows = [token_ids[row, self._starts[row] : length].tolist() for row, length in lengths]
+        found = np.zeros(len(rows), dtype=bool)
+        if not self._strings:
+            return found
+        pairs = enumerate(zip(rows.tolist(), num_tokens.tolist(), strict=True))
+        grown = [(at, row, length) for at, (row, length) in pairs if row in self._strings]
+        windows = [token_ids[row, self._starts[row] : length].tolist() for _, row, length in grown]
         decoded = decode_texts(self._tokenizer, windows, skip_special_tokens=True)
-        for (row, length), text in zip(lengths, decoded, strict=True):
+        for (at, row, length), text in zip(grown, decoded, strict=True):
             self._move_window(row, text, length)
-        return np.array([any(string in text for string in self._strings) for text in decoded], dtype=bool)
+            found[at] = any(string in text for string in self._strings[row])
+        return found
 
     def _move_window(self, row: int, text: str, num_tokens: int) -> None:
         """Move on to the next window once that contains whatever could still become a stop string."""
         num_unfinished = len(text) - len(text.rstrip(_REPLACEMENT))
         num_after = len(text) - self._num_before[row]
-        if 0 < num_unfinished <= _MAX_INCOMPLETE or num_after < self._max_length:
+        if 0 < num_unfinished <= _MAX_INCOMPLETE or num_after < max(map(len, self._strings[row])):
             return
         self._starts[row], self._next_starts[row] = self._next_starts[row], num_tokens
         self._num_before[row] = num_after
@@ -157,7 +162,7 @@ class TurnSamples:
 
     def __init__(self, sampling: Sampling, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._stop_ids = np.array(sampling.stop_token_ids, dtype=np.int64)
-        self._stop_strings = StopStrings(tokenizer, sampling.stop) if tokenizer and sampling.stop else None
+        self._stop, self._stop_strings = sampling.stop, StopStrings(tokenizer) if tokenizer else None
         self.counts = self.limits = np.zeros(0, dtype=np.int64)
         self.ended = np.zeros(0, dtype=bool)
         self._noise = np.zeros((0, sampling.max_response_tokens), dtype=np.float64)
@@ -177,14 +182,17 @@ class TurnSamples:
         self._reasons += ["length"] * num_rows
         return range(first, first + num_rows)
 
-    def start(self, rows: Sequence[int], seeds: Sequence[int], limits: Sequence[int]) -> None:
-        """Begin the next turns of rows."""
+    def start(
+        self, rows: Sequence[int], seeds: Sequence[int], limits: Sequence[int], stops: Sequence[tuple[str, ...]]
+    ) -> None:
+        """Begin the next turns of rows, each with stop strings of its own besides those of all."""
         chosen, longest = np.array(rows), max(limits)
         self._noise[chosen, :longest] = uniforms(np.array(seeds, dtype=np.uint64), longest)
         self.limits[chosen], self.counts[chosen], self.ended[chosen] = limits, 0, False
         self._masks |= {row: [] for row in rows}
         if self._stop_strings is not None:
-            self._stop_strings.restart(rows)
+            for row, stop in zip(rows, stops, strict=True):
+                self._stop_strings.restart(row, (*self._stop, *stop))
 
     def noise(self, rows: np.ndarray) -> np.ndarray:
         """Return the uniforms of the next tokens: float64 [L]; any for a row whose turn has ended."""
@@ -216,7 +224,7 @@ class TurnSamples:
         self._logprobs[rows, positions] = logprobs
         self.counts[rows] = positions + 1
         stops = np.isin(token_ids, self._stop_ids)
-        if self._stop_strings is not None and len(rows):
+        if self._stop_strings is not None:
             stops |= self._stop_strings.find(rows, self._token_ids, self.counts[rows])
         ended = stops | (self.counts[rows] == self.limits[rows])
         for row, stopped in zip(rows[ended].tolist(), stops[ended].tolist(), strict=True):

@@ -55,25 +55,28 @@ class ProgramRows:
     def begin(self, requests: Sequence[GenerationRequest]) -> range:
         """Add a row per sample; see `DecodingRows.begin`."""
         check_prompts(requests, self._sampling, self._engine.max_tokens)
-        first, rows = self._num_begun, list[tuple[int, int, int, int]]()
+        first, rows, stops = self._num_begun, list[tuple[int, int, int, int]](), list[tuple[str, ...]]()
         for prompt, request in enumerate(requests):
             for seed in request.seeds:
                 limit = self._limits[self._num_begun] = request.token_limit(self._sampling)
                 rows.append((self._num_begun, prompt, seed, limit))
+                stops.append(request.stop)
                 self._lengths[self._num_begun] = len(request.prompt_ids)
                 self._pending.add(self._num_begun)
                 self._num_begun += 1
-        self._engine.call("begin", {"rows": rows}, [_ids(request.prompt_ids) for request in requests])
+        more = {"stop": stops} if any(stops) else {}
+        self._engine.call("begin", {"rows": rows} | more, [_ids(request.prompt_ids) for request in requests])
         return range(first, self._num_begun)
 
-    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int) -> None:
+    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int, stop: tuple[str, ...] = ()) -> None:
         """Add the next turn of a row whose turn has ended; see `DecodingRows.extend`."""
         length = self._lengths[row] + len(token_ids)
         check_prompts(
             [GenerationRequest(np.empty(length), (seed,), max_tokens)], self._sampling, self._engine.max_tokens
         )
         self._lengths[row], self._limits[row] = length, max_tokens
-        self._engine.call("extend", {"row": row, "seed": seed, "max_tokens": max_tokens}, [_ids(token_ids)])
+        arguments = {"row": row, "seed": seed, "max_tokens": max_tokens} | ({"stop": stop} if stop else {})
+        self._engine.call("extend", arguments, [_ids(token_ids)])
         self._pending.add(row)
 
     def branch(self, row: int, request: GenerationRequest) -> int:

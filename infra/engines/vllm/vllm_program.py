@@ -94,16 +94,17 @@ class VllmProgram:
     def begin(self, arguments: Arguments, buffers: list[bytearray]) -> Reply:
         """Add rows: for each its number, the number of its prompt, its seed and the most tokens of its response."""
         prompts = [_tokens(buffer) for buffer in buffers]
-        for row, prompt, seed, max_tokens in arguments["rows"]:
+        stops = arguments.get("stop") or [[]] * len(arguments["rows"])
+        for (row, prompt, seed, max_tokens), stop in zip(arguments["rows"], stops, strict=True):
             self._histories[row] = prompts[prompt]
-            self._add(row, seed, max_tokens)
+            self._add(row, seed, max_tokens, stop)
         return {}, []
 
     def extend(self, arguments: Arguments, buffers: list[bytearray]) -> Reply:
         """Add the next turn of a row whose turn has ended."""
         row: int = arguments["row"]
         self._histories[row] = self._histories[row] + _tokens(buffers[0])
-        self._add(row, arguments["seed"], arguments["max_tokens"])
+        self._add(row, arguments["seed"], arguments["max_tokens"], arguments.get("stop") or [])
         return {}, []
 
     def end(self, arguments: Arguments, buffers: list[bytearray]) -> Reply:
@@ -215,11 +216,11 @@ class VllmProgram:
     def _scale_logits(self, temperature: float) -> None:
         self._call_ranks("set_logit_scale", self._scale / temperature if temperature > 0 else self._scale)
 
-    def _add(self, row: int, seed: int, max_tokens: int) -> None:
+    def _add(self, row: int, seed: int, max_tokens: int, stop: list[str]) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = self._sampling
+        sampling, stop = self._sampling, [*self._sampling["stop"], *stop]
         params = SamplingParams(
             temperature=1.0 if sampling["temperature"] > 0 else 0.0,
             top_p=sampling["top_p"],
@@ -227,12 +228,12 @@ class VllmProgram:
             min_p=sampling["min_p"],
             seed=seed,
             max_tokens=max_tokens,
-            stop=sampling["stop"],
+            stop=stop,
             stop_token_ids=sampling["stop_token_ids"],
             ignore_eos=True,  # the model's own is one of the stop tokens
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
-            detokenize=bool(sampling["stop"]),
+            detokenize=bool(stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._pending[row] = self._request(str(row), self._histories[row], params)

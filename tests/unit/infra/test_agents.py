@@ -86,18 +86,14 @@ LANGGRAPH = """
     finish(float(text if isinstance(text, str) else text[-1]["text"]))
 """
 SMOLAGENTS = """
-    from smolagents import REMOVE_PARAMETER, CodeAgent, OpenAIModel, tool
+    from smolagents import CodeAgent, OpenAIModel, tool
 
     @tool
     def add(a: int, b: int) -> int:
         "Adds.\\n\\n    Args:\\n        a: A number.\\n        b: Another one.\\n    "
         return a + b
 
-    model = OpenAIModel(
-        "policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"],
-        stop=REMOVE_PARAMETER,
-    )
-
+    model = OpenAIModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
     agent = CodeAgent([add], model, stream_outputs=task["info"]["stream"], verbosity_level=0)
     answer = agent.run("Begin.")
     print()  # ends what it has printed of a stream

@@ -102,6 +102,30 @@ def test_a_file_is_lines_of_json(written: Path) -> None:
     assert b"pickle" not in written.read_bytes()
 
 
+def test_an_answer_is_a_line_of_its_own_after_its_turn(files: JournalFiles, written: Path) -> None:
+    write(files, (1, 2, turn(6, 7)), (1, 2, Exchange(None, answer("c"))))
+    write(files, (1, 1, Exchange(None, answer("d"))), (1, 2, Exchange(None, answer("e"))))  # of no turn of this file
+    found = read(files)[1]
+    assert [exchange.reply and exchange.reply.observations[0] for exchange in found[1:]] == ["b", "c"]
+    assert found[2].turn.token_ids.tolist() == [6, 7]
+
+
+def test_an_answer_to_a_turn_that_is_damaged_is_not_used(files: JournalFiles, written: Path) -> None:
+    write(files, (1, 1, turn(6)), (1, 1, Exchange(None, answer("c"))))
+    path = Path(str(files.attempts(BATCH.step, BATCH.batch)[-1]))
+    first, _, last = path.read_text().splitlines(keepends=True)
+    path.write_text(f"{first}\n{last}")
+    assert [exchange.reply.observations[0] for exchange in read(files)[1][1:]] == ["b"]
+
+
+def test_lines_are_durable_after_a_wait(files: JournalFiles) -> None:
+    with Journal(files, BATCH, ROWS, VOCAB_SIZE) as journal:
+        lines = [journal.record(0, 0, RESET), journal.record(1, 0, RESET)]
+        assert all(journal.is_durable(line, waits=True) for line in lines)
+        assert not journal.is_durable(lines[-1] + 1, waits=True)
+        assert lengths(files) == [1, 1, 0]
+
+
 def test_later_attempts_replace_what_follows(files: JournalFiles, written: Path) -> None:
     write(files, (0, 1, turn(8, reply=answer("c"))), (2, 0, RESET))
     found = read(files)
@@ -155,6 +179,7 @@ def test_what_is_of_another_batch_is_not_used(
     "content",
     [
         *({"token_ids": ids} for ids in ([300], [-1], [2**40], ["5"] * 2, "5", [1.5])),
+        {"token_ids": [], "logprobs": ""},
         *({"logprobs": text} for text in ("AAAA", "not base64", 7, "AAAAAAAA", "AADAfwAAwH8=")),
         *({"turn": number} for number in (-1, "x", None, 2, 10**9)),
         *({"answer": each} for each in (7, {"observations": "text"}, {"__reduce__": "os.system"})),

@@ -233,11 +233,11 @@ BASH = {"type": "bash_20250124", "name": "bash"}
         ({"input": [{"type": "function_call"}]}, "message 0 of a request has tool calls that can't be read"),
         ({"previous_response_id": "resp_1"}, "has previous_response_id = 'resp_1', but no response is stored"),
         ({"input": "x", "conversation": "c"}, "conversation = 'c', but here"),
-        ({"input": "x", "max_output_tokens": 8}, "max_output_tokens = 8 instead of 256"),
+        ({"input": "x", "max_output_tokens": -1}, "max_output_tokens = -1 instead of 256"),
         ({"input": "x", "top_p": 0.5}, "top_p = 0.5 instead of 1.0"),
         ({"input": "x", "reasoning": {"effort": "low", "summary": "auto"}}, "reasoning = {'effort': 'low'}"),
         ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text = {'format'"),
-        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include = ['message.output_text.logprobs']"),
+        ({"input": "x", "include": ["file_search_call.results"]}, "include = ['file_search_call.results']"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice = 'required' instead of 'auto'"),
         (
             {"input": "x", "tools": [{"type": "web_search"}]},
@@ -261,9 +261,9 @@ def test_what_cannot_be_trained_on_is_refused_as_openai_refuses(body: dict[str, 
         ({"messages": [{"role": "user", "content": [3]}]}, "has content of type int"),
         ({"messages": [{"role": "user", "content": [], "id": "a"}]}, "a message of a request has id"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "message 0 of a request has tool_calls"),
-        ({"max_tokens": 8}, "max_tokens = 8 instead of 256"),
+        ({"max_tokens": 0}, "max_tokens = 0 instead of 256"),
         ({"top_k": 5}, "top_k = 5 instead of 0"),
-        ({"stop_sequences": ["a"]}, "stop_sequences = ['a'], but here"),
+        ({"stop_sequences": [3]}, "stop = [3], expected texts that aren't empty"),
         ({"thinking": {"type": "enabled"}}, "thinking = {'type': 'enabled'}, but here"),
         ({"tool_choice": {"type": "any"}}, "tool_choice = {'type': 'any'} instead of 'auto'"),
         ({"tools": [BASH]}, "has the tool {'type': 'bash_20250124'"),
@@ -292,6 +292,87 @@ def test_a_request_must_be_a_json_object(path: str, body: str, message: str) -> 
 
 async def ask(path: str, body: str) -> tuple[int, dict[str, Any]]:
     """Return the status and the answer of a request that is not sampled for."""
+    _, url = await open_model()
+    async with ClientSession() as client, client.post(f"{url}/{path}", data=body) as reply:
+        return reply.status, await reply.json()
+
+
+LOGPROBS = [{"token": "é", "logprob": -0.5, "bytes": [195, 169], "top_logprobs": []}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sampling", "ending", "expected"),
+    [
+        (
+            "chat/completions",
+            {"stop": "x", "max_tokens": 9, "max_completion_tokens": 7, "logprobs": True, "top_logprobs": 0},
+            {"stop": ["x"], "max_tokens": 7, "logprobs": True},
+            {"logprobs": [("é", -0.5)]},
+            {"finish_reason": "stop", "logprobs": {"content": LOGPROBS, "refusal": None}},
+        ),
+        ("chat/completions", {"max_tokens": 256, "stop": None}, {}, {}, {"finish_reason": "stop"}),
+        ("chat/completions", {"max_tokens": 1}, {"max_tokens": 1}, {"is_cut": True}, {"finish_reason": "length"}),
+        (
+            "responses",
+            {"max_output_tokens": 7, "include": ["message.output_text.logprobs", "reasoning.encrypted_content"]},
+            {"max_tokens": 7, "logprobs": True},
+            {"logprobs": [("é", -0.5)], "is_cut": True},
+            {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}, "logprobs": LOGPROBS},
+        ),
+        ("responses", {"include": []}, {}, {}, {"status": "completed", "incomplete_details": None, "logprobs": []}),
+        (
+            "messages",
+            {"max_tokens": 7, "stop_sequences": ["x", "y"]},
+            {"stop": ["x", "y"], "max_tokens": 7},
+            {"stop": "y"},
+            {"stop_reason": "stop_sequence", "stop_sequence": "y"},
+        ),
+        (
+            "messages",
+            {"max_tokens": 7},
+            {"max_tokens": 7},
+            {"is_cut": True},
+            {"stop_reason": "max_tokens", "stop_sequence": None},
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_may_say_how_its_turn_ends(
+    path: str, body: Any, sampling: Any, ending: Any, expected: dict[str, Any], *, stream: bool
+) -> None:
+    given = {"input": "hello"} if path == "responses" else {"messages": [{"role": "user", "content": "hello"}]}
+    asked, answer = asyncio.run(ask_and_answer(path, {**given, **body, "stream": stream}, ending))
+    assert asked == sampling
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+        last = {"chat/completions": -1, "responses": -1, "messages": -2}[path]
+        found = events[last]
+        found = found.get("response") or found.get("delta") or found["choices"][0]
+        deltas = [event for event in events if event.get("type") == "response.output_text.delta"]
+        assert all(delta["logprobs"] == expected["logprobs"] for delta in deltas)
+    else:
+        found = json.loads(answer)
+        found = found["choices"][0] if path == "chat/completions" else found
+    if path == "responses":
+        found["logprobs"] = found["output"][0]["content"][0]["logprobs"]
+    assert {name: found[name] for name in expected} == expected
+    assert ("logprobs" in found) == ("logprobs" in expected)
+
+
+async def ask_and_answer(path: str, body: dict[str, Any], ending: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return what a request says of its turn, and its answer by a turn that ends so."""
+    conversation, url = await open_model()
+    async with ClientSession() as client:
+        request = asyncio.create_task(client.post(f"{url}/{path}", json=body))
+        asked = await conversation.next_request(asyncio.get_running_loop().create_future())
+        assert asked is not None
+        conversation.answer("é", **ending)
+        reply = await request
+        return dict(asked.sampling), await reply.text()
+
+
+async def open_model() -> tuple[Conversation, str]:
+    """Return the conversation of a program, and the URL of its model."""
     environment = ProgramEnvironment.model_validate({"command": ["agent"]})
     sampling = environment_class(environment, TransformersRollout()).arguments["sampling"]
     conversation = Conversation("the program", None, SETTINGS, sampling)
@@ -299,9 +380,7 @@ async def ask(path: str, body: str) -> tuple[int, dict[str, Any]]:
     async def answer(request: web.Request, api: ModelApi) -> web.StreamResponse:
         return await complete(request, conversation, api)
 
-    url = await serve(answer, "")
-    async with ClientSession() as client, client.post(f"{url}/{path}", data=body) as reply:
-        return reply.status, await reply.json()
+    return conversation, await serve(answer, "")
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
@@ -322,13 +401,8 @@ def test_a_client_that_waits_for_a_stream_has_signs_of_life(
 
 async def wait_for_a_turn(path: str, *, fails: bool) -> tuple[int, list[str]]:
     """Return the status and the lines of a stream whose turn comes after two signs of life."""
-    conversation = Conversation("the program", None, SETTINGS, {})
-
-    async def answer(request: web.Request, api: ModelApi) -> web.StreamResponse:
-        return await complete(request, conversation, api)
-
+    (conversation, url), lines = await open_model(), list[str]()
     given = {"input": "hello"} if path == "responses" else {"messages": [{"role": "user", "content": "hello"}]}
-    url, lines = await serve(answer, ""), list[str]()
     async with ClientSession() as client, client.post(f"{url}/{path}", json={**given, "stream": True}) as reply:
         while line := await reply.content.readline():
             lines.append(line.decode().strip())

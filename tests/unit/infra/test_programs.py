@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from infra.environments.pool import Reply
+from infra.environments.program import write_turn
 from infra.integrations.conversation import Conversation, Request
 from tests.support.programs import begin, failure, program, program_at, row, started, turns
 from tests.support.progress import wait_until
@@ -49,7 +51,11 @@ def test_a_programs_first_request_is_the_prompt_and_what_it_prints_the_reward(tm
         ("ask(tools=[{'type': 'function', 'function': {'name': '\\ud800'}}])", "with tools that can't be encoded"),
         ("say('x', role='\\ud800')\n    ask()", "message 1 of a request has the role '\\ud800'"),
         ("ask(n=2)", "n = 2 instead of 1"),
-        ("ask(max_tokens=8)", "max_tokens = 8 instead of 256"),
+        ("ask(max_tokens=0)", "max_tokens = 0 instead of 256"),
+        ("ask(stop=['a', ''])", "stop = ['a', ''], expected texts that aren't empty"),
+        ("ask(stop='\\ud800')", "a text with the lone surrogate '\\ud800'"),
+        ("ask(logprobs=2)", "logprobs = 2, expected true or false"),
+        ("ask(logprobs=True, top_logprobs=2)", "top_logprobs = 2 instead of 0"),
         ("post(b'{')", "a request is not JSON"),
         ("post(b'[1]')", "with what is not a JSON object"),
         ("post(b'[' * 10**6)", "a request is not JSON"),
@@ -327,6 +333,15 @@ def test_a_model_calls_the_tools_of_a_program(tmp_path: Path) -> None:
         assert (replies[1].observations[-1], replies[1].tools) == (text, "")
 
 
+def test_a_model_may_write_a_call_as_its_whole_turn(tmp_path: Path) -> None:
+    with started(program(tmp_path, CALLING, parser="json")) as pool:
+        begin(pool)
+        call = (ADD % 3).removeprefix("<tool_call>").removesuffix("</tool_call>")
+        reply = turns(pool, [f"<think>so</think>```json\n{call}\n```"])[0]
+        assert (reply.failure, reply.observations, reply.role) == (None, ("5",), "tool")
+        assert turns(pool, [ADD % 4])[0].observations[-1] == ADD % 4  # a text
+
+
 def test_a_call_that_cannot_be_read_is_a_text(tmp_path: Path) -> None:
     with started(program(tmp_path, CALLING)) as pool:
         begin(pool)
@@ -350,6 +365,53 @@ def test_a_client_may_hang_up_and_ask_again(tmp_path: Path) -> None:
     with started(program(tmp_path, code)) as pool:
         begin(pool)
         assert turns(pool, ["x"])[0].reward == 0.25
+
+
+HOSTILE = """
+    import socket
+    from urllib.parse import urlsplit
+    if task["answer"] == "deaf":  # it never reads what it has asked for
+        url, body = urlsplit(os.environ["OPENAI_BASE_URL"]), json.dumps({"messages": messages, "stream": True}).encode()
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((url.hostname, url.port))
+        head = f"POST {url.path}/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: {len(body)}\\r\\n"
+        connection.sendall(f"{head}Authorization: Bearer {os.environ['OPENAI_API_KEY']}\\r\\n\\r\\n".encode() + body)
+        time.sleep(1000)
+    if task["answer"] == "loud":
+        try:
+            post({"messages": messages, "metadata": "x" * 10**8})
+        except OSError:
+            pass  # it was cut off
+        finish(1.0)
+    ask()
+    say("again")
+    ask()
+    finish(0.5)
+"""
+
+
+def test_clients_that_do_not_read_or_send_too_much_cost_their_own_trajectories(tmp_path: Path) -> None:
+    def peak() -> int:
+        status = Path(f"/proc/{pool.pids[0]}/status").read_text()
+        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+    def answered(text: str) -> Reply:
+        pool.step(2, write_turn(text, 10, 1))
+        return pool.wait([2])[2]
+
+    with started(program(tmp_path, HOSTILE)) as pool:
+        before, pid = peak(), pool.pids[0]
+        replies = begin(pool, row("deaf"), row("loud"), row())
+        assert "a request has more than 16,777,216 bytes" in failure(replies[1])
+        assert peak() - before < 80 * 2**20
+        pool.step(0, write_turn("x" * 10**7, 10, 10))  # more than a connection holds
+        assert answered("x").observations == ("again",)
+        assert answered("y").reward == 0.5
+        pool.end(0)
+        pool.open(0, row(), seed=0)
+        assert pool.wait([0])[0].failure is None
+        assert pool.pids == [pid]
 
 
 def test_a_grader_sees_the_folder_the_chat_and_the_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

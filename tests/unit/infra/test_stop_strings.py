@@ -11,7 +11,7 @@ from infra.engines.embedded.samples import StopStrings
 from infra.models.load import load_model
 from infra.models.tiny import END, make_tokenizer
 from schemas.config.model import ModelConfig
-from tests.support.engine_checks import request
+from tests.support.engine_checks import assert_requests_have_stops_of_their_own, request
 from tests.support.tiny import make_tiny_model
 
 PROMPTS = [[5, 6, 7], [200, 3, 100, 42, 17, 9, 30], [11]]
@@ -52,8 +52,9 @@ def test_responses_end_with_their_first_stop_string(engine: TransformersEngine) 
 
 def found_at(responses: Sequence[Sequence[int]], stop: Sequence[str]) -> list[int | None]:
     """Return how many tokens each response takes to complete a stop string, while all responses grow in parallel."""
-    strings = StopStrings(make_tokenizer(), stop)
-    strings.restart(range(len(responses)))
+    strings = StopStrings(make_tokenizer())
+    for row in range(len(responses)):
+        strings.restart(row, stop)
     token_ids = np.zeros((len(responses), max(map(len, responses))), dtype=np.int32)
     for row, response in enumerate(responses):
         token_ids[row, : len(response)] = response
@@ -79,12 +80,16 @@ def test_stop_strings_by_hand() -> None:
 
 
 def test_only_a_window_is_decoded() -> None:
-    strings = StopStrings(make_tokenizer(), ["Question:"])
-    strings.restart([0])
+    strings = StopStrings(make_tokenizer())
+    strings.restart(0, ["Question:"])
     response = np.array([make_tokenizer().encode("é🎉x" * 100)])
     for count in range(1, response.shape[1] + 1):
         assert not strings.find(np.array([0]), response, np.array([count])).any()
         assert count - strings._starts[0] <= 4 * (2 * len("Question:") + 2)  # characters of at most four bytes
+
+
+def test_requests_have_stop_strings_of_their_own(engine: TransformersEngine) -> None:
+    assert_requests_have_stops_of_their_own(engine)
 
 
 def test_a_stop_string_in_the_prompt_ends_nothing(engine: TransformersEngine) -> None:
