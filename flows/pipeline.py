@@ -23,6 +23,7 @@ from flows.train import train
 from infra.storage.driver_lock import file_lock
 from infra.storage.folder import read_record, sync_folder
 from infra.storage.runs import open_folder
+from infra.workers.inputs import given_folder
 from schemas.base import Frozen
 from schemas.batch import SafeName
 from schemas.config.pipeline import StageConfig
@@ -234,7 +235,8 @@ def _accuracies(plan: PipelinePlan, run: PlannedRun) -> tuple[float | None, floa
     from flows.evaluate import evaluate_model  # not at the top: torch is imported with it
 
     after = evaluate_model(run.config, str(plan.model_of(plan.config.last_stage)), gate.data_path)
-    before = None if gate.min_gain is None else evaluate_model(run.config, run.config.model.path, gate.data_path)
+    base = given_folder(run.directory, run.config.model.path)  # the path may be that of the promoted model by now
+    before = None if gate.min_gain is None else evaluate_model(run.config, base, gate.data_path)
     for what, report in (("model of the last stage", after), ("model that it started from", before)):
         if report is not None:
             get_run_logger().info("gate: %s on %s: %s (%d rows)", what, gate.data_path, report, report.num_prompts)

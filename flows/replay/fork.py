@@ -12,7 +12,7 @@ from infra.history.reuse import check_parent
 from infra.storage.driver_lock import driver_lock
 from infra.storage.lineage import Fork, owner_of, save_fork
 from infra.storage.runs import RunDirectory, installed_versions
-from infra.workers.inputs import has_record, record_inputs
+from infra.workers.inputs import check_models, has_record, model_paths, record_inputs
 from schemas.config.changes import is_changeable
 from schemas.config.load import changed_keys, differences, override_config
 from schemas.config.run import RunConfig
@@ -80,7 +80,8 @@ def plan_fork(
 
     Raises:
         RunError: There is no such step, or its weights can't be had again; the fork exists; or it would have another
-            model, state that the parent's doesn't have, or reuse groups of steps that aren't kept.
+            model (its path may lead to one by now), state that the parent's doesn't have, or reuse groups of steps that
+            aren't kept.
         ConfigError: An override is invalid.
         StoreError: A column that is needed is lost or damaged.
     """
@@ -91,6 +92,7 @@ def plan_fork(
     config = config if note is None else config.replace(note=note)
     directory = RunDirectory.require_absent(config, run_id or f"{parent.run_id}-at-{step}")
     _check_changes(parent, before, config, step)
+    check_models(parent, model_paths(config))
     history = History(owner_of(parent, step))
     start = history.start(step)
     check_parent(config, parent, step)

@@ -4,9 +4,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from prefect.logging import disable_run_logger
 
-from flows.pipeline import _failures, _find_best
+from flows.pipeline import _accuracies, _failures, _find_best
 from flows.pipeline_plan import PipelinePlan, _check_unchanged, load_pipeline, plan_pipeline
+from flows.recovery import find_or_create_run
 from infra.storage.runs import RunDirectory
 from schemas.errors import PipelineError, QueryError, RunError
 from schemas.step import EvalReport, RunSummary
@@ -183,6 +185,25 @@ def test_a_gate_says_what_is_missing(folder: Path, gate: dict[str, object], fail
     failed = _failures(plan, {"sft": plan.runs["sft"][0], "grpo": run}, accuracy=0.7, gain=0.6)
     assert len(failed) == (failure is not None)
     assert failure is None or failure in failed[0]
+
+
+def test_a_gain_is_over_the_model_that_the_run_started_from(folder: Path) -> None:
+    """Its path may be that of the promoted model: this one, after a kill right after the promotion."""
+    write_sums(folder)
+    for name, seed in (("first", 3), ("models/pipe/one/sft", 0)):  # of 0.012 and 0.0
+        make_tiny_model(folder / name, seed=seed)
+    link = folder / "models/pipe/current"
+    link.symlink_to(folder / "first")
+    one = ("stages={sft={config='sft.toml'}}", f"set.model.path={link}")
+    plan = planned(*one, "gate={min_gain=0.0,data_path='rows.jsonl'}")
+    (run,) = plan.runs["sft"]
+    find_or_create_run(run.config, run.run_id)
+    with disable_run_logger():
+        expected = _accuracies(plan, run)
+        link.unlink()
+        link.symlink_to(Path("one", "sft"))
+        assert _accuracies(plan, run) == expected
+    assert expected[0] != expected[1]
 
 
 @pytest.mark.parametrize("key", ["min_accuracy", "min_gain"])

@@ -4,13 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from flows.replay.fork import make_fork, plan_fork
+from infra.checkpoints import open_checkpoints
 from infra.storage.runs import RunDirectory
+from infra.workers.inputs import record_inputs
 from schemas.config.load import override_config
 from schemas.step import StepReport
 from tests.support.checkpoint_tensors import save
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.configs import run_config
 from tests.support.small_run import make_small_run
+from tests.support.tiny import make_tiny_data, make_tiny_model
 
 
 @pytest.fixture
@@ -58,9 +62,6 @@ def test_forks_that_cannot_be_made(sluice: Command) -> None:
 
 
 def test_a_fork_that_was_interrupted_is_begun_anew(sluice: Command) -> None:
-    from flows.replay.fork import make_fork, plan_fork
-    from infra.checkpoints import open_checkpoints
-
     parent = RunDirectory("runs/demo")
     for version in (2, 4):
         save(open_checkpoints(parent, parent.config().checkpoint), version)
@@ -81,6 +82,22 @@ def test_a_fork_that_was_interrupted_is_begun_anew(sluice: Command) -> None:
     assert_rejected(
         sluice("inspect", "again", "1"), "step 1 of run again has no columns, as run demo", "that have: none"
     )
+
+
+def test_another_model_behind_the_same_path(sluice: Command) -> None:
+    run = RunDirectory("runs/demo")
+    make_tiny_model(Path("model"))
+    make_tiny_data(Path("train.parquet"), 4)
+    record_inputs(run, run.config())
+    save(open_checkpoints(run, run.config().checkpoint), 2)
+    plan_fork(run, 2)
+    make_tiny_model(Path("model"), seed=1)
+    for command in (
+        ("fork", "demo", "--at", "2"),
+        ("bundle", "demo", "2", "-o", "file"),
+        ("replay", "demo", "--steps", "2"),
+    ):
+        assert_rejected(sluice(*command), "model is not the model that run demo was given")
 
 
 def test_another_kind_keeps_the_settings_that_it_has(tmp_path: Path) -> None:

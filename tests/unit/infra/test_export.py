@@ -28,6 +28,7 @@ from infra.models.load import describe_adapter, load_model
 from infra.models.lora import merged_weights
 from infra.storage.runs import RunDirectory
 from infra.stores.chunk_index import MemoryStore
+from infra.workers.policy import PolicyWorker
 from infra.workers.rollout import RolloutWorker
 from schemas.config.data import DataConfig
 from schemas.config.model import LoraConfig, ModelConfig
@@ -201,6 +202,34 @@ def test_an_adapter_is_merged_into_its_base(base: Path, tmp_path: Path, gradient
     with pytest.raises(ModelError, match="no such folder"):
         export_run(run, tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_an_adapter_is_merged_into_the_base_that_it_was_trained_on(base: Path, tmp_path: Path) -> None:
+    """A link in the model's path may lead to another model before the adapter is saved."""
+    link, promoted = tmp_path / "current", make_tiny_model(tmp_path / "promoted", seed=1)
+    link.symlink_to(base)
+    run = make_run(tmp_path, ModelConfig(path=str(link), lora=LORA))
+    handle = RunHandle(run_id="run", identity="run", directory=str(run.path), config=run.config(), store_incarnation="")
+    worker = PolicyWorker(handle, store=MemoryStore("run", capacity_bytes=1))
+    worker.start()
+    link.unlink()
+    link.symlink_to(promoted)
+    worker.save(0)
+    worker.finish_saving()
+    export_run(run, tmp_path / "out", dtype="float32")
+    expected, other = (logits(load_model(ModelConfig(path=str(path)))) for path in (base, promoted))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(exported), expected)  # a new adapter changes nothing
+    shutil.rmtree(base)
+    shutil.copytree(promoted, base)
+    with pytest.raises(ModelError, match=rf"{base} is not the model that the adapter in .*step-000000 was trained on"):
+        export_run(run, tmp_path / "again")
+    manifest = run.path / "policy" / "step-000000/manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["adapter"]["base_digest"]
+    manifest.write_text(json.dumps(content))
+    export_run(run, tmp_path / "again", dtype="float32")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), other)
 
 
 def test_a_given_step_or_the_best_can_be_exported(run: RunDirectory, tmp_path: Path) -> None:
