@@ -29,7 +29,7 @@ from schemas.batch import SafeName
 from schemas.config.pipeline import StageConfig
 from schemas.config.run import RunConfig
 from schemas.errors import GateError, NonFiniteError, PipelineError, QueryError
-from schemas.step import RunSummary
+from schemas.step import RunSummary, comparable
 from tasks.assets import asset_at, describe, evaluation_of
 from tasks.stage import operation
 
@@ -230,7 +230,7 @@ def _accuracies(plan: PipelinePlan, run: PlannedRun) -> tuple[float | None, floa
     """Return the accuracy of the last model, and of the model that its run started from, if they are known."""
     gate = plan.config.gate
     if gate is None or gate.data_path is None:
-        reports = {each.policy_version: each.accuracy for each in run.directory.metrics.evals()}
+        reports = {each.policy_version: each.accuracy for each in comparable(run.directory.metrics.evals())}
         return reports.get(run.config.steps), reports.get(0)
     from flows.evaluate import evaluate_model  # not at the top: torch is imported with it
 

@@ -185,6 +185,7 @@ class EvalReport(Frozen):
     seconds: float
     loss: float | None = None  # nats per token with loss, of supervised fine-tuning
     sources: tuple[SourceReport, ...] = ()  # in order of appearance in the file
+    measured: str = ""  # the digest of the held-out rows and settings; earlier versions of Sluice didn't record it
 
     @property
     def score(self) -> float:
@@ -195,6 +196,12 @@ class EvalReport(Frozen):
         """Return its figures as text."""
         loss = "" if self.loss is None else f"loss {self.loss:.4f} nats per token, "
         return f"{loss}accuracy {self.accuracy:.3f}"
+
+
+def comparable(evals: Sequence[EvalReport], measured: str | None = None) -> list[EvalReport]:
+    """Return the evaluations by the same rows and settings, as far as they say so; None: as the newest one."""
+    measured = evals[-1].measured if measured is None and evals else measured
+    return [report for report in evals if report.measured in ("", measured)]
 
 
 class RunEvent(Frozen):

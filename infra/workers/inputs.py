@@ -19,7 +19,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from infra.storage.folder import read_record
 from infra.storage.runs import RunDirectory
-from schemas.base import Frozen
+from schemas.base import Frozen, digest_of
 from schemas.config.reward import FunctionReward, GroupFunctionReward, WeightedReward, reward_models
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
@@ -295,6 +295,16 @@ def data_digest(path: str) -> str:
     from infra.datasets.files import data_files  # here: transformers is imported with it
 
     return _digest(data_files(path))
+
+
+def evaluation_digest(config: RunConfig) -> str:
+    """Return a digest of what an evaluation measures: the held-out rows, and the settings that its figures depend on.
+
+    Raises:
+        DataError: See `data_files`.
+    """
+    settings = config.eval.model_dump(mode="json", exclude={"every_steps", "batch_prompts"})
+    return digest_of(json.dumps([config.data.eval_path and data_digest(config.data.eval_path), settings]))
 
 
 def _measure(config: RunConfig) -> RunInputs:

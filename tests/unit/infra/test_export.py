@@ -33,7 +33,7 @@ from infra.workers.rollout import RolloutWorker
 from schemas.config.data import DataConfig
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
-from schemas.step import EvalReport, RunHandle
+from schemas.step import EvalReport, RunHandle, comparable
 from tests.support.configs import run_config
 from tests.support.policies import load_policy
 from tests.support.tiny import make_tiny_data, make_tiny_model
@@ -251,6 +251,16 @@ def test_the_best_is_the_newest_of_equals_among_existing_versions() -> None:
     assert best_version(evals, [1, 2, 3, 4]) == 3
     assert best_version(evals, [1, 2, 4, 5]) == 2
     assert best_version(evals, [5]) is None
+
+
+def test_the_best_is_by_what_the_newest_evaluation_measured() -> None:
+    evals = [evaluation(1, 0.8), evaluation(2, 0.9).replace(measured="easy"), evaluation(2, 0.3), evaluation(3, 0.4)]
+    hard = [*evals[:2], *(each.replace(measured="hard") for each in evals[2:])]
+    assert best_version(hard, [2, 3]) == 3
+    assert best_version(hard, [1, 2, 3]) == 1  # of an earlier Sluice, which didn't say what it measured
+    assert best_version(hard[:2], [1, 2, 3]) == 2
+    assert comparable(hard, "easy") == hard[:2]
+    assert comparable([]) == []
 
 
 def test_what_cannot_be_exported_is_reported(run: RunDirectory, tmp_path: Path) -> None:
