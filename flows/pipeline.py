@@ -28,7 +28,7 @@ from schemas.base import Frozen
 from schemas.batch import SafeName
 from schemas.config.pipeline import StageConfig
 from schemas.config.run import RunConfig
-from schemas.errors import GateError, NonFiniteError, PipelineError, QueryError
+from schemas.errors import CheckpointError, GateError, NonFiniteError, PipelineError, QueryError
 from schemas.step import RunSummary, comparable
 from tasks.assets import asset_at, describe, evaluation_of
 from tasks.stage import operation
@@ -117,7 +117,13 @@ async def _run_stage(plan: PipelinePlan, name: str, turn: Turn) -> PlannedRun:
     for left in out.parent.glob(f".{out.name}-*"):  # of an export that was killed
         shutil.rmtree(left)
     dtype = plan.config.export.dtype if name == plan.config.last_stage else None
-    await export_as_asset(best.directory, out, dtype=dtype)
+    try:
+        await export_as_asset(best.directory, out, version=best.config.steps, dtype=dtype)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"stage {name}: {error}; to train {best.run_id} again from its checkpoint before that, remove "
+            f"{best.directory.url}/summary.json, and start the pipeline again"
+        ) from None
     logger.info("stage %s: wrote the model of %s to %s", name, best.run_id, out)
     return best
 
