@@ -1,6 +1,7 @@
 """The handles that the stages of a step pass on, and the reports of a step, its saved queries and a run."""
 
 from collections.abc import Sequence
+from math import inf, isnan
 from statistics import fmean
 from typing import Literal
 
@@ -189,8 +190,10 @@ class EvalReport(Frozen):
 
     @property
     def score(self) -> float:
-        """What the best version has most of: accuracy, or in supervised fine-tuning the negative loss."""
-        return self.accuracy if self.loss is None else -self.loss
+        """What the best version has most of: accuracy, or in supervised fine-tuning the negative loss; NaN is worst."""
+        if self.loss is None:
+            return self.accuracy
+        return -inf if isnan(self.loss) else -self.loss
 
     def __str__(self) -> str:
         """Return its figures as text."""

@@ -1,6 +1,7 @@
 """Plans of pipelines: what is refused before anything starts, the best run of a sweep, the gate, a changed file."""
 
 from contextlib import nullcontext
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,11 @@ def test_the_best_run_is_that_of_the_best_evaluation_at_the_end_or_of_the_query(
     for run, accuracies in zip(runs, ((0.9, 0.3), (0.1, 0.7), (0.0, 0.7)), strict=False):  # the fourth has diverged
         finish(run.directory, plan, accuracies)
     assert _find_best(stage, runs) == runs[1]
+    for run, loss in zip(runs, (nan, 2.5, 1.5), strict=False):
+        report = run.last_evaluation()
+        assert report is not None
+        run.directory.metrics.append_eval(report.replace(loss=loss))
+    assert _find_best(stage, runs) == runs[2]
     worst = "select run_id from evals where policy_version > 0 order by accuracy limit 1"
     assert _find_best(stage.replace(best=worst), runs) == runs[0]
     with pytest.raises(QueryError, match="expected the run_id of a finished run"):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from functools import partial
+from math import inf, nan
 from pathlib import Path
 from statistics import fmean
 
@@ -251,6 +252,14 @@ def test_the_best_is_the_newest_of_equals_among_existing_versions() -> None:
     assert best_version(evals, [1, 2, 3, 4]) == 3
     assert best_version(evals, [1, 2, 4, 5]) == 2
     assert best_version(evals, [5]) is None
+
+
+def test_a_loss_that_isn_t_a_number_is_never_the_best(run: RunDirectory) -> None:
+    for version, loss in enumerate((nan, 2.5, inf, 1.5, nan), start=1):
+        run.metrics.append_eval(evaluation(version, 0.9).replace(loss=loss))
+    evals = run.metrics.evals()
+    assert best_version(evals, [1, 2, 3, 4, 5]) == 4
+    assert best_version(evals, [1, 2]) == 2
 
 
 def test_the_best_is_by_what_the_newest_evaluation_measured() -> None:
