@@ -80,8 +80,8 @@ def plan_fork(
 
     Raises:
         RunError: There is no such step, or its weights can't be had again; the fork exists; or it would have another
-            model (its path may lead to one by now), state that the parent's doesn't have, or reuse groups of steps that
-            aren't kept.
+            model (its path may lead to one by now), a state that the parent's doesn't have, such as another
+            curriculum's, or reuse groups of steps that aren't kept.
         ConfigError: An override is invalid.
         StoreError: A column that is needed is lost or damaged.
     """
@@ -128,6 +128,13 @@ def _rows_per_step(config: RunConfig) -> int:
     return config.sft.num_rows if config.sft is not None else config.rollout.num_prompts
 
 
+def _curriculum_of(config: RunConfig) -> tuple[object, ...] | None:
+    """Return what a curriculum chooses among, in order; None: there is none."""
+    data = config.data
+    paths = tuple(source.path for source in data.train_sources)
+    return None if data.curriculum is None else (data.source_names, paths)
+
+
 def _event(fork: PlannedFork) -> RunEvent:
     from infra.engines.open import engine_versions  # not at the top: torch is imported with it
 
@@ -148,6 +155,12 @@ def _check_changes(parent: RunDirectory, before: RunConfig, config: RunConfig, s
         raise RunError(
             f"run {name} has the moments of optim.kind = {before.optim.kind} after its first step, with which "
             f'"{config.optim.kind}" can\'t go on; leave it, or fork after step 0'
+        )
+    if step and config.data.curriculum is not None and _curriculum_of(config) != _curriculum_of(before):
+        raise RunError(
+            f"run {name} has results and positions of another curriculum after its first step, or of none, with which "
+            "the fork's can't go on: leave data.curriculum.kind, its field and starts, and names, paths and order of "
+            "data.sources, or fork after step 0"
         )
     if config.steps <= step:
         raise RunError(

@@ -9,6 +9,7 @@ from infra.checkpoints import open_checkpoints
 from infra.storage.runs import RunDirectory
 from infra.workers.inputs import record_inputs
 from schemas.config.load import override_config
+from schemas.errors import RunError
 from schemas.step import StepReport
 from tests.support.checkpoint_tensors import save
 from tests.support.command import Command, assert_rejected, make_command
@@ -82,6 +83,26 @@ def test_a_fork_that_was_interrupted_is_begun_anew(sluice: Command) -> None:
     assert_rejected(
         sluice("inspect", "again", "1"), "step 1 of run again has no columns, as run demo", "that have: none"
     )
+
+
+def test_forks_with_another_curriculum(sluice: Command) -> None:
+    run, fork = RunDirectory("runs/demo"), ("fork", "demo", "steps=9", "--at")
+    save(open_checkpoints(run, run.config().checkpoint), 2)
+    levels = 'data.curriculum={kind="levels",field="level",starts=[1,2,3]}'
+    assert_rejected(sluice(*fork, "2", levels), "of another curriculum after its first step, or of none", "step 0")
+    plan_fork(run, 0, overrides=[levels])
+    sources = [{"path": "train.parquet"}, {"path": "more.jsonl"}]
+    curriculum = {"train_path": None, "sources": sources, "curriculum": {"kind": "sources"}}
+    config = run.config()
+    run.write_config(config.replace(data={**config.data.model_dump(exclude_unset=True), **curriculum}))
+    weighted = 'data.sources=[{path="train.parquet",weight=2},{path="more.jsonl"}]'
+    plan_fork(run, 2, overrides=["data.curriculum.window=3", weighted])
+    plan_fork(run, 2, overrides=["data.curriculum=None"])
+    for others in ('{path="more.jsonl"},{path="train.parquet"}', '{path="train.parquet"},{path="a/more.jsonl"}'):
+        with pytest.raises(RunError, match="of another curriculum"):
+            plan_fork(run, 2, overrides=[f"data.sources=[{others}]"])
+    with pytest.raises(RunError, match="of another curriculum"):
+        plan_fork(run, 2, overrides=["data.sources=[]", "data.train_path=train.parquet", levels])
 
 
 def test_another_model_behind_the_same_path(sluice: Command) -> None:
