@@ -24,12 +24,13 @@ from flows.train import train
 from infra.storage.driver_lock import file_lock
 from infra.storage.folder import read_record, sync_folder
 from infra.storage.runs import open_folder
+from infra.workers.inputs import given_folder
 from schemas.base import Frozen
 from schemas.batch import SafeName
 from schemas.config.pipeline import StageConfig
 from schemas.config.run import RunConfig
-from schemas.errors import GateError, NonFiniteError, PipelineError, QueryError
-from schemas.step import RunSummary
+from schemas.errors import CheckpointError, GateError, NonFiniteError, PipelineError, QueryError
+from schemas.step import RunSummary, comparable
 from tasks.assets import asset_at, describe, evaluation_of
 from tasks.stage import operation
 
@@ -117,7 +118,13 @@ async def _run_stage(plan: PipelinePlan, name: str, turn: Turn) -> PlannedRun:
     for left in out.parent.glob(f".{out.name}-*"):  # of an export that was killed
         shutil.rmtree(left)
     dtype = plan.config.export.dtype if name == plan.config.last_stage else None
-    await export_as_asset(best.directory, out, dtype=dtype)
+    try:
+        await export_as_asset(best.directory, out, version=best.config.steps, dtype=dtype)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"stage {name}: {error}; to train {best.run_id} again from its checkpoint before that, remove "
+            f"{best.directory.url}/summary.json, and start the pipeline again"
+        ) from None
     logger.info("stage %s: wrote the model of %s to %s", name, best.run_id, out)
     return best
 
@@ -230,12 +237,13 @@ def _accuracies(plan: PipelinePlan, run: PlannedRun) -> tuple[float | None, floa
     """Return the accuracy of the last model, and of the model that its run started from, if they are known."""
     gate = plan.config.gate
     if gate is None or gate.data_path is None:
-        reports = {each.policy_version: each.accuracy for each in run.directory.metrics.evals()}
+        reports = {each.policy_version: each.accuracy for each in comparable(run.directory.metrics.evals())}
         return reports.get(run.config.steps), reports.get(0)
     from flows.evaluate import evaluate_model  # not at the top: torch is imported with it
 
     after = evaluate_model(run.config, str(plan.model_of(plan.config.last_stage)), gate.data_path)
-    before = None if gate.min_gain is None else evaluate_model(run.config, run.config.model.path, gate.data_path)
+    base = given_folder(run.directory, run.config.model.path)  # the path may be that of the promoted model by now
+    before = None if gate.min_gain is None else evaluate_model(run.config, base, gate.data_path)
     for what, report in (("model of the last stage", after), ("model that it started from", before)):
         if report is not None:
             get_run_logger().info("gate: %s on %s: %s (%d rows)", what, gate.data_path, report, report.num_prompts)

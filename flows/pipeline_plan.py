@@ -10,6 +10,7 @@ from flows.summary import finished_summary
 from infra.storage import places
 from infra.storage.folder import read_record
 from infra.storage.runs import RunDirectory, open_folder
+from infra.workers.inputs import evaluation_digest
 from schemas.base import Frozen
 from schemas.batch import SafeName
 from schemas.config.changes import rejected_changes
@@ -156,10 +157,13 @@ def check_pipeline(plan: PipelinePlan) -> None:
             with named(key):
                 check_query(sql)
     for name, runs in plan.runs.items():
-        for run in runs:
-            if plan.model_of(name).exists() or finished_summary(run.config, run.run_id) is not None:
-                continue
-            with named(f"stage {name}"):
+        if plan.model_of(name).exists():
+            continue
+        unfinished = [run for run in runs if finished_summary(run.config, run.run_id) is None]
+        with named(f"stage {name}"):
+            if len(runs) > 1 and plan.config.stages[name].best is None:
+                _check_comparable(runs, unfinished)
+            for run in unfinished:
                 if run.directory.exists:
                     check_start(run.config, run.directory)
                 else:
@@ -224,6 +228,25 @@ def _check_folder(config: PipelineConfig) -> None:
     link = Path(config.folder, CURRENT)
     if link.exists() and not link.is_symlink():
         raise ConfigError(f"{link}, which is to link to the promoted model, is no link; move it away")
+
+
+def _check_comparable(runs: Sequence[PlannedRun], unfinished: Sequence[PlannedRun]) -> None:
+    """Check that all runs of a sweep are evaluated by the same rows and settings.
+
+    Raises:
+        RunError: One isn't.
+        DataError: The rows are gone, and a run is to be evaluated by them.
+    """
+    reports = {run.run_id: run.last_evaluation() for run in runs if run not in unfinished}
+    found = {run_id: report.measured for run_id, report in reports.items() if report is not None and report.measured}
+    found |= {run.run_id: evaluation_digest(run.config) for run in unfinished}
+    if len(set(found.values())) > 1:
+        (first, measured), *others = found.items()
+        other = next(run_id for run_id, each in others if each != measured)
+        raise RunError(
+            f"runs {first} and {other} can't be compared, as they have other held-out rows or settings in `eval`: undo "
+            "what has changed there, or start another pipeline with another --id"
+        )
 
 
 def _check_unchanged(plan: PipelinePlan) -> None:

@@ -5,7 +5,7 @@ from prefect.utilities.urls import url_for
 
 from infra.storage.runs import RunDirectory, resumed_config
 from schemas.config.run import RunConfig
-from schemas.step import RunSummary, averaged_steps, mean_of
+from schemas.step import RunSummary, averaged_steps, comparable, mean_of
 
 
 def summarize(directory: RunDirectory, store_bytes: int) -> RunSummary:
@@ -15,7 +15,7 @@ def summarize(directory: RunDirectory, store_bytes: int) -> RunSummary:
         directory: The run.
         store_bytes: The bytes that its column store holds at the end.
     """
-    steps, evals = directory.metrics.steps(), directory.metrics.evals()
+    steps, evals = directory.metrics.steps(), comparable(directory.metrics.evals())
     before, after = (
         next((each for each in reversed(evals) if each.policy_version == version), None) for version in (0, len(steps))
     )

@@ -41,10 +41,9 @@ from infra.storage.driver_lock import driver_lock, holds_lock, watch_lock
 from infra.storage.driver_log import driver_log
 from infra.storage.identity import claim_identity
 from infra.storage.lineage import load_fork
-from infra.storage.run_files import MetricsFile
 from infra.storage.runs import RunDirectory
 from infra.stores.open import close_store, open_store
-from infra.workers.inputs import keep_rows, renew_inputs
+from infra.workers.inputs import evaluation_digest, keep_rows, renew_inputs
 from infra.workers.launch import kill_workers, monitored_workers
 from infra.workers.nodes import check_nodes
 from infra.workers.placement import check_resources
@@ -58,7 +57,7 @@ from schemas.errors import (
     VersionError,
     WorkerLostError,
 )
-from schemas.step import EvalReport, PolicyHandle, RunHandle, RunSummary, StepReport
+from schemas.step import EvalReport, PolicyHandle, RunHandle, RunSummary, StepReport, comparable
 from tasks.assets import evaluated, evaluation_of
 from tasks.operations import evaluate_policy, save_checkpoint, save_on_failure, start_all_workers
 
@@ -200,6 +199,7 @@ async def _training_loop(
         asks = run.config.approval.on_failed_queries
         await ask_for_approval(run, report, await find_failed_queries(run, report.step) if asks else ())
     evals = directory.metrics.evals()  # read once, as a checkpoint may be written after each step
+    measured = evaluation_digest(run.config)
     progress = await ProgressArtifact.create(run, policy, directory.metrics)
     step_flow = new_step_flow(await ledger_storage(directory), notice)
     with ExitStack() as stack:
@@ -216,7 +216,7 @@ async def _training_loop(
                         record_event(directory, policy, reason=reason)
                         monitors.log_recorded(directory.metrics)
                         reason = ""
-                    await _evaluate(run, policy, evals, directory.metrics, reporter)
+                    await _evaluate(run, policy, evals, measured, reporter)
                     if policy.step == run.config.steps:
                         await reporter.checkpoint(await save_checkpoint(run, policy, evals, wait=True), evals)
                         return run
@@ -293,18 +293,19 @@ async def _start_workers(run: RunHandle) -> None:
 
 
 async def _evaluate(
-    run: RunHandle, policy: PolicyHandle, evals: list[EvalReport], metrics: MetricsFile, reporter: RunReporter
+    run: RunHandle, policy: PolicyHandle, evals: list[EvalReport], measured: str, reporter: RunReporter
 ) -> None:
-    """Evaluate the policy's version if the config asks for it and it hasn't been evaluated yet; add it to `evals`."""
+    """Evaluate the policy's version if the config asks for it and `evals` lacks it, as measured now; add it to them."""
     every = run.config.eval.every_steps
     is_wanted = policy.step in (0, run.config.steps) or (every and policy.step % every == 0)
     if not run.config.data.eval_path or not is_wanted:
         return
-    if any(report.policy_version == policy.version for report in evals):
+    if any(report.policy_version == policy.version for report in comparable(evals, measured)):
         return
     directory = RunDirectory.of(run)
     inputs = evaluated(directory, run.config, policy.version, run.config.data.eval_path)
     report = await evaluate_policy.materializing(evaluation_of(directory), inputs)(run, policy)
-    metrics.append_eval(report)
+    report = report.replace(measured=measured)
+    directory.metrics.append_eval(report)
     evals.append(report)
     await reporter.evaluation(report)

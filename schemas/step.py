@@ -1,6 +1,7 @@
 """The handles that the stages of a step pass on, and the reports of a step, its saved queries and a run."""
 
 from collections.abc import Sequence
+from math import inf, isnan
 from statistics import fmean
 from typing import Literal
 
@@ -185,16 +186,25 @@ class EvalReport(Frozen):
     seconds: float
     loss: float | None = None  # nats per token with loss, of supervised fine-tuning
     sources: tuple[SourceReport, ...] = ()  # in order of appearance in the file
+    measured: str = ""  # the digest of the held-out rows and settings; earlier versions of Sluice didn't record it
 
     @property
     def score(self) -> float:
-        """What the best version has most of: accuracy, or in supervised fine-tuning the negative loss."""
-        return self.accuracy if self.loss is None else -self.loss
+        """What the best version has most of: accuracy, or in supervised fine-tuning the negative loss; NaN is worst."""
+        if self.loss is None:
+            return self.accuracy
+        return -inf if isnan(self.loss) else -self.loss
 
     def __str__(self) -> str:
         """Return its figures as text."""
         loss = "" if self.loss is None else f"loss {self.loss:.4f} nats per token, "
         return f"{loss}accuracy {self.accuracy:.3f}"
+
+
+def comparable(evals: Sequence[EvalReport], measured: str | None = None) -> list[EvalReport]:
+    """Return the evaluations by the same rows and settings, as far as they say so; None: as the newest one."""
+    measured = evals[-1].measured if measured is None and evals else measured
+    return [report for report in evals if report.measured in ("", measured)]
 
 
 class RunEvent(Frozen):

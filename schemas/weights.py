@@ -18,6 +18,7 @@ class Adapter(Frozen):
     """The base model that an adapter-only checkpoint's weights are added to, and the adapter's settings."""
 
     base_model: str  # a Hugging Face folder, or a hub name
+    base_digest: str = ""  # see `infra.models.files.weights_digest`; earlier versions of Sluice didn't record it
     lora: LoraConfig
 
 

@@ -16,6 +16,7 @@ from infra.history.stored_step import StoredStep
 from infra.storage.lineage import owner_of
 from infra.storage.runs import RunDirectory, installed_versions
 from infra.stores.files import FsspecColumnStore
+from infra.workers.inputs import check_models
 from schemas.batch import ChunkKey, ChunkRef
 from schemas.config.rollout import EngineRollout, RolloutConfig, TransformersRollout
 from schemas.config.run import RunConfig
@@ -58,6 +59,7 @@ def write_bundle(directory: RunDirectory, step: int, out: Path, *, is_redacted: 
             f"run {directory.run_id} has teachers with weights of their own, which a bundle doesn't hold, so that its "
             "step could not be run again; sluice replay runs it where the teachers are"
         )
+    check_models(directory, [config.model.path])
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.resolve().parent) as folder:
         copy = RunDirectory(Path(folder, directory.run_id))
         own = _portable(config, MODEL)

@@ -13,7 +13,7 @@ from infra.storage.driver_lock import driver_lock
 from infra.storage.identity import claim_identity
 from infra.storage.lineage import Fork, owner_of, save_fork
 from infra.storage.runs import RunDirectory, installed_versions
-from infra.workers.inputs import has_record, record_inputs
+from infra.workers.inputs import check_models, has_record, model_paths, record_inputs
 from schemas.config.changes import is_changeable
 from schemas.config.load import changed_keys, differences, override_config
 from schemas.config.run import RunConfig
@@ -81,7 +81,8 @@ def plan_fork(
 
     Raises:
         RunError: There is no such step, or its weights can't be had again; the fork exists; or it would have another
-            model, state that the parent's doesn't have, or reuse groups of steps that aren't kept.
+            model (its path may lead to one by now), a state that the parent's doesn't have, such as another
+            curriculum's, or reuse groups of steps that aren't kept.
         ConfigError: An override is invalid.
         StoreError: A column that is needed is lost or damaged.
     """
@@ -92,6 +93,7 @@ def plan_fork(
     config = config if note is None else config.replace(note=note)
     directory = RunDirectory.require_absent(config, run_id or f"{parent.run_id}-at-{step}")
     _check_changes(parent, before, config, step)
+    check_models(parent, model_paths(config))
     history = History(owner_of(parent, step))
     start = history.start(step)
     check_parent(config, parent, step)
@@ -129,6 +131,13 @@ def _rows_per_step(config: RunConfig) -> int:
     return config.sft.num_rows if config.sft is not None else config.rollout.num_prompts
 
 
+def _curriculum_of(config: RunConfig) -> tuple[object, ...] | None:
+    """Return what a curriculum chooses among, in order; None: there is none."""
+    data = config.data
+    paths = tuple(source.path for source in data.train_sources)
+    return None if data.curriculum is None else (data.source_names, paths)
+
+
 def _event(fork: PlannedFork) -> RunEvent:
     from infra.engines.open import engine_versions  # not at the top: torch is imported with it
 
@@ -149,6 +158,12 @@ def _check_changes(parent: RunDirectory, before: RunConfig, config: RunConfig, s
         raise RunError(
             f"run {name} has the moments of optim.kind = {before.optim.kind} after its first step, with which "
             f'"{config.optim.kind}" can\'t go on; leave it, or fork after step 0'
+        )
+    if step and config.data.curriculum is not None and _curriculum_of(config) != _curriculum_of(before):
+        raise RunError(
+            f"run {name} has results and positions of another curriculum after its first step, or of none, with which "
+            "the fork's can't go on: leave data.curriculum.kind, its field and starts, and names, paths and order of "
+            "data.sources, or fork after step 0"
         )
     if config.steps <= step:
         raise RunError(

@@ -26,6 +26,7 @@ from infra.storage.identity import new_identity
 from infra.storage.runs import RunDirectory, open_folder
 from infra.stores.files import FsspecColumnStore
 from infra.stores.open import forget_store, open_store
+from infra.workers.inputs import check_models, model_paths
 from infra.workers.launch import get_group, kill_workers, monitored_workers
 from infra.workers.layout import frozen_groups
 from infra.workers.placement import check_resources
@@ -206,7 +207,9 @@ def replay_session(source: RunDirectory, config: RunConfig, run_id: str) -> Iter
     Raises:
         ServiceError: No Ray responds.
         ConfigError: The Ray cluster has too few cores or GPUs.
+        RunError: A model is not the one that the run was given.
     """
+    check_models(source, model_paths(config))
     take_secrets(config.services)
     connect(config.services)
     config = _scratch_config(config)

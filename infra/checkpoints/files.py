@@ -26,7 +26,7 @@ from infra.checkpoints.shards import FileEntry, file_entry, read_spans
 from infra.storage.folder import Folder
 from schemas.base import Frozen
 from schemas.errors import CheckpointError
-from schemas.step import EvalReport, UpdateReport
+from schemas.step import EvalReport, UpdateReport, comparable
 from schemas.weights import Adapter
 
 MANIFEST = "manifest.json"
@@ -288,7 +288,11 @@ def step_name(version: int) -> str:
 
 
 def best_version(evals: Sequence[EvalReport], versions: Sequence[int]) -> int | None:
-    """Return the evaluated version with the best score, the newest on a tie; None if none was evaluated."""
-    measured = [report for report in evals if report.policy_version in versions]
+    """Return the version with the best score, the newest on a tie, by what the newest evaluation measured.
+
+    Returns:
+        None if none was evaluated so.
+    """
+    measured = [report for report in comparable(evals) if report.policy_version in versions]
     best = max(measured, key=lambda report: (report.score, report.policy_version), default=None)
     return None if best is None else best.policy_version

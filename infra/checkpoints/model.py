@@ -15,11 +15,13 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import CheckpointStore
 from infra.models.assets import keep_dropout
+from infra.models.files import weights_digest
 from infra.models.load import build_model, cast_model, load_model
 from infra.models.lora import add_adapter, merge_adapter
 from infra.storage.folder import make_folder, sync_folder, sync_tree
 from rl_core.model_folder import load_config
 from schemas.config.model import ModelConfig
+from schemas.errors import ModelError
 
 
 def load_checkpoint_model(store: CheckpointStore, version: int) -> PreTrainedModel:
@@ -27,13 +29,18 @@ def load_checkpoint_model(store: CheckpointStore, version: int) -> PreTrainedMod
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged, or doesn't match the model that its config describes.
-        ModelError: The base model of an adapter can't be loaded.
+        ModelError: The base model of an adapter can't be loaded, or is another one.
     """
     adapter = store.read_manifest(version).adapter
     if adapter is None:
         with store.assets(version) as assets:
             model = build_model(assets)
     else:
+        if adapter.base_digest and weights_digest(adapter.base_model) not in ("", adapter.base_digest):
+            raise ModelError(
+                f"{adapter.base_model} is not the model that the adapter in {store.path(version)} was trained on; "
+                "restore that folder; or, to merge it with what is there now, remove base_digest from manifest.json"
+            )
         model = load_model(ModelConfig(path=adapter.base_model))
         add_adapter(model, adapter.lora)
     store.load(version, model_tensors(model))

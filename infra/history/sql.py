@@ -210,6 +210,7 @@ def _evals_table(directories: Sequence[RunDirectory]) -> pa.Table:
         "accuracy": pa.float64(),
         "reward": pa.float64(),
         "seconds": pa.float64(),
+        "measured": pa.string(),
     }
     rows = [
         {"run_id": directory.run_id, **report.model_dump(include=set(names))}

@@ -12,13 +12,33 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from xxhash import xxh3_128
 
 from schemas.errors import ModelError, describe
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAPPED_BYTES = 2**22  # a file is mapped again after so many bytes: pages that were read count as this process's memory
+_SPANS, _SPAN_BYTES = 16, 2**16  # of each file, a digest reads so many spans of this size: at most 1 MiB
 
 logger = logging.getLogger(__name__)
+
+
+def weights_digest(path: str) -> str:
+    """Return a digest of a folder's config and weights; empty: there is no such folder, as of a model on the hub.
+
+    Of each file it has the name, the size and some spans, first and last bytes included: other weights differ in them,
+    and a large model on a network file system is read in seconds.
+    """
+    digest = xxh3_128()
+    files = [file for pattern in ("config.json", "*.safetensors", INDEX) for file in sorted(Path(path).glob(pattern))]
+    for file in filter(Path.is_file, files):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            for number in range(_SPANS):
+                content.seek(max(size - _SPAN_BYTES, 0) * number // (_SPANS - 1))
+                digest.update(content.read(_SPAN_BYTES))
+    return digest.hexdigest() if files else ""
 
 
 class _Index(BaseModel):

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from infra.models.files import check_hub_weights
+from infra.models.files import check_hub_weights, weights_digest
 from infra.models.lora import add_adapter
 from infra.models.weights import load_weights
 from rl_core.model_folder import TOKENIZER_FILES, check_model_folder, load_config
@@ -280,8 +280,8 @@ def describe_adapter(config: ModelConfig) -> Adapter | None:
     """Return what a checkpoint of this model's adapter records about its base; None if all weights are trained."""
     if config.lora is None:
         return None
-    is_folder = Path(config.path).is_dir()
-    return Adapter(base_model=str(Path(config.path).resolve()) if is_folder else config.path, lora=config.lora)
+    base = str(Path(config.path).resolve()) if Path(config.path).is_dir() else config.path
+    return Adapter(base_model=base, base_digest=weights_digest(base), lora=config.lora)
 
 
 def stop_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ written before the record that names what they were made from and their checksum
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from datetime import date
@@ -14,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import xxhash
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from infra.storage.folder import read_record
 from infra.storage.runs import RunDirectory
-from schemas.base import Frozen
+from schemas.base import Frozen, digest_of
 from schemas.config.reward import FunctionReward, GroupFunctionReward, WeightedReward, reward_models
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
@@ -48,11 +49,19 @@ _TOKENIZER_FILES = (  # of a model's folder; on them, the tokens of prompts and 
 )
 
 
+class GivenModel(Frozen):
+    """A model folder that a run was given."""
+
+    folder: str  # without links
+    weights: str  # see `infra.models.files.weights_digest`
+
+
 class RunInputs(Frozen):
     """What a run was given besides its config."""
 
     data: dict[str, str]  # the digest of the files of each path
     tokenizer: str = ""  # the digest of the model folder's files of it; empty: the model is on the hub
+    models: dict[str, GivenModel] = Field(default_factory=dict)  # by path; earlier versions of Sluice lack it
     code: dict[str, str]  # the digest of the source of each module of rewards and environments
 
 
@@ -74,7 +83,11 @@ def record_inputs(directory: RunDirectory, config: RunConfig) -> None:
     Raises:
         DataError: There are no such data files.
     """
-    directory.folder.write(_NAME, _measure(config).model_dump_json(indent=2).encode())
+    from infra.models.files import weights_digest  # here: torch is imported with it
+
+    digests = {path: weights_digest(path) for path in model_paths(config)}
+    models = {path: GivenModel(folder=os.path.realpath(path), weights=each) for path, each in digests.items() if each}
+    directory.folder.write(_NAME, _measure(config).replace(models=models).model_dump_json(indent=2).encode())
 
 
 def has_record(directory: RunDirectory) -> bool:
@@ -82,13 +95,46 @@ def has_record(directory: RunDirectory) -> bool:
     return directory.folder.size(_NAME) is not None
 
 
+def model_paths(config: RunConfig) -> list[str]:
+    """Return the paths of the models that a run loads."""
+    teachers = config.distillation.teachers.values() if config.distillation else ()
+    own = [teacher.path for teacher in teachers if teacher.path is not None]
+    return [config.model.path, *(model.path for model in reward_models(config.reward)), *own]
+
+
+def given_folder(directory: RunDirectory, path: str) -> str:
+    """Return the folder that a model's path led to when a run was given it; the path itself if that isn't recorded."""
+    given = None if (before := _load(directory)) is None else before.models.get(path)
+    return path if given is None else given.folder
+
+
+def check_models(directory: RunDirectory, paths: Iterable[str]) -> None:
+    """Check that these paths lead to the models that a run was given; what isn't recorded, or gone, isn't checked.
+
+    Raises:
+        RunError: One leads to another model.
+    """
+    from infra.models.files import weights_digest  # here: torch is imported with it
+
+    before = _load(directory)
+    for path in paths:
+        given = None if before is None else before.models.get(path)
+        if given is not None and weights_digest(path) not in ("", given.weights):
+            raise RunError(
+                f"{path} is not the model that run {directory.run_id} was given, which was in {given.folder}: restore "
+                f"that folder, or the link to it; or, to go on with what is there now, remove {path} from `models` in "
+                f"{directory.url}/{_NAME}"
+            )
+
+
 def check_files(directory: RunDirectory, config: RunConfig) -> None:
-    """Check that data and tokenizer are those that the run was given; one without a record isn't checked.
+    """Check that data, models and tokenizer are those that the run was given; one without a record isn't checked.
 
     Raises:
         RunError: One of them has changed.
         DataError: A data file is gone.
     """
+    check_models(directory, model_paths(config))
     if (before := _load(directory)) is None:
         return
     now = _measure(config)
@@ -103,7 +149,7 @@ def check_files(directory: RunDirectory, config: RunConfig) -> None:
 
 
 def check_inputs(directory: RunDirectory, config: RunConfig) -> None:
-    """Check data and tokenizer, see `check_files`, and warn of modules that are not those that the run was given."""
+    """Check data and models, see `check_files`, and warn of modules that are not those that the run was given."""
     check_files(directory, config)
     before, now = _load(directory), _code_digests(config)
     for module, digest in now.items():
@@ -249,6 +295,16 @@ def data_digest(path: str) -> str:
     from infra.datasets.files import data_files  # here: transformers is imported with it
 
     return _digest(data_files(path))
+
+
+def evaluation_digest(config: RunConfig) -> str:
+    """Return a digest of what an evaluation measures: the held-out rows, and the settings that its figures depend on.
+
+    Raises:
+        DataError: See `data_files`.
+    """
+    settings = config.eval.model_dump(mode="json", exclude={"every_steps", "batch_prompts"})
+    return digest_of(json.dumps([config.data.eval_path and data_digest(config.data.eval_path), settings]))
 
 
 def _measure(config: RunConfig) -> RunInputs:

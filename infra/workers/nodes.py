@@ -12,9 +12,9 @@ from ray.exceptions import RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infra.storage.runs import DISTRIBUTION, RunDirectory, require_writable
+from infra.workers.inputs import model_paths
 from infra.workers.placement import living_nodes
 from schemas.base import Frozen
-from schemas.config.reward import reward_models
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, UserError, describe
 
@@ -142,10 +142,7 @@ def find_problem(here: NodeReport, there: NodeReport, directory: RunDirectory, b
 def paths_of(config: RunConfig) -> list[str]:
     """Return what workers read or run by its path: models, data, and interpreters that aren't found by their name."""
     held_out = [config.data.eval_path] if config.data.eval_path else []
-    teachers = config.distillation.teachers.values() if config.distillation else ()
-    models = [config.model.path, *(model.path for model in reward_models(config.reward))]
-    models += [teacher.path for teacher in teachers if teacher.path is not None]
     programs = [getattr(config.rollout, key, None) for key in ("python", "program")]
     programs += [environment.python for environment in config.environments]
     found = [program for program in programs if program is not None and "/" in program]
-    return [*models, *(source.path for source in config.data.train_sources), *held_out, *found]
+    return [*model_paths(config), *(source.path for source in config.data.train_sources), *held_out, *found]

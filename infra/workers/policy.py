@@ -80,6 +80,7 @@ class PolicyCheckpoints:
     ) -> None:
         self.store = store
         self._config, self._rank, self._mesh, self._process_group = config, rank, mesh, process_group
+        self._adapter = describe_adapter(config.model)  # of what was loaded: a link in the path may be moved
         self.num_begun = 0
         self._pending: PendingCheckpoint | None = None
         self._complete_version: int | None = None  # of the newest complete checkpoint that this rank knows of
@@ -135,7 +136,7 @@ class PolicyCheckpoints:
             tensors,
             num_updates=num_updates,
             report=report,
-            adapter=describe_adapter(self._config.model),
+            adapter=self._adapter,
             write_assets=partial(save_assets, self._config.model),
             process_group=self._process_group,
         )

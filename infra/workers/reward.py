@@ -7,6 +7,8 @@ import torch
 from infra.ray.device import choose_device, set_threads
 from infra.rewards.base import RewardScorer
 from infra.rewards.local import LocalRewardScorer
+from infra.storage.runs import RunDirectory
+from infra.workers.inputs import check_models
 from infra.workers.layout import reward_model_of
 from rl_core.rewards import RewardItem, RewardOutcome, group_outcome
 from rl_core.rewards.model import RewardModel
@@ -41,7 +43,7 @@ class RewardWorker:
     """
 
     def __init__(self, run: RunHandle, number: int = 0) -> None:
-        self._config, self._number = run.config, number
+        self._run, self._config, self._number = run, run.config, number
         self._model: RewardModel | None = None
         self._offload = Offload({})
 
@@ -50,11 +52,14 @@ class RewardWorker:
 
         Raises:
             ModelError: It can't be used.
+            RunError: It is not the one that the run was given.
         """
         if self._model is not None:
             return
         set_threads(self._config.runtime.num_threads)
-        model = RewardModel(reward_model_of(self._config, self._number), self._config.data.date)
+        config = reward_model_of(self._config, self._number)
+        check_models(RunDirectory.of(self._run), [config.path])
+        model = RewardModel(config, self._config.data.date)
         model.load(choose_device())
         self._model, self._offload = model, Offload({"weights": model.model.parameters})
 

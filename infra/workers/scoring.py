@@ -26,6 +26,7 @@ from infra.ray.tracing import start_tracing
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
+from infra.workers.inputs import check_models
 from infra.workers.layout import teacher_workers
 from infra.workers.telemetry import WorkerTelemetry, profiled
 from rl_core.columns.codec import value_dtypes
@@ -105,6 +106,7 @@ class ScoringWorker:
 
     def _load(self, group: ProcessGroupHandle | None, *, trains: bool, shares_prompts: bool | None = None) -> None:
         """Join the other ranks, shard the model and load this rank's part; with None as `group`, this rank is alone."""
+        check_models(self._directory, [model.path])
         set_threads(self._config.runtime.num_threads)
         device = choose_device()
         torch.manual_seed(self._config.seed)

@@ -30,6 +30,7 @@ LIMITS = (
 OTHER_WORKERS = (
     *("runtime.num_policy_ranks=2", "packing.token_budget=4096", "model.gradient_checkpointing=true"),
     *("rollout.num_workers=2", "rollout.batch_prompts=2", "runtime.num_threads=1", "checkpoint.url=elsewhere"),
+    *("data.eval_path=eval.parquet", "eval.num_prompts=2"),
 )
 
 
@@ -76,6 +77,9 @@ def test_the_first_resume_with_other_workers_uses_the_stored_rows(
     assert rows.stat().st_mtime_ns == stored
     assert rows.with_name("behavior-1-0.json").exists()
     assert run.store_bytes_at_end() == 0
+    found = [(report.policy_version, report.num_prompts) for report in run.evaluations()]
+    assert found == [(0, 4), (0, 2), (STEPS, 2)]  # the first version again, by other settings
+    assert run.summary().accuracy_before == run.evaluations()[1].accuracy
     checkpoints = workplace.folder / "elsewhere" / RUN_ID
     assert sorted(path.name for path in checkpoints.iterdir())[-1] == f"step-{STEPS:06d}"
     monkeypatch.chdir(workplace.folder)  # to which the checkpoints' place is relative

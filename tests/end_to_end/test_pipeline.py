@@ -1,5 +1,6 @@
 """Pipelines: an undisturbed one, one that is killed in its second stage and that its gate refuses, sweeps, serving."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +41,7 @@ print(result.pipeline_id, result.model, result.best["taught"])
 """
 SWEEP = """
 name = "sweep"
-set = {steps = 2}
+set = {steps = 2, "checkpoint.every_steps" = 1}
 
 [stages.grpo]
 config = "tiny.toml"
@@ -159,8 +160,14 @@ def test_another_gate_promotes_what_is_trained_and_other_training_is_another_pip
     assert (whole.parent / "current").resolve() == killed / "taught"  # it was promoted later
 
 
-def test_a_sweep_goes_on_with_the_best_run_and_has_so_many_at_the_same_time(place: Workplace) -> None:
-    printed = place.sluice("pipeline", "sweep.toml", "--id", "swept")
+@pytest.fixture(scope="module")
+def swept(place: Workplace) -> str:
+    """What a pipeline with a sweep prints."""
+    return place.sluice("pipeline", "sweep.toml", "--id", "swept")
+
+
+def test_a_sweep_goes_on_with_the_best_run_and_has_so_many_at_the_same_time(place: Workplace, swept: str) -> None:
+    printed = swept
     assert "stage grpo: the best run is swept-grpo-3 (optim.lr=0.0001)" in printed
     assert (place.folder / "swept/current").resolve() == place.folder / "swept/swept/grpo"
     assert place.run("swept-grpo-2").config().optim.lr == 1e-3
@@ -171,6 +178,21 @@ def test_a_sweep_goes_on_with_the_best_run_and_has_so_many_at_the_same_time(plac
     times = sorted((time, change) for run in found for time, change in ((run.start_time, 1), (run.end_time, -1)))
     running = [sum(change for _, change in times[: count + 1]) for count in range(len(times))]
     assert max(running) == 2
+
+
+def test_only_the_version_that_was_evaluated_is_exported(place: Workplace, swept: str) -> None:
+    folder, run, command = place.folder / "swept/swept", place.run("swept-grpo-3"), ("pipeline", "sweep.toml")
+    expected = weights(folder / "grpo")
+    shutil.rmtree(folder / "grpo")
+    (folder / "result.json").unlink()
+    shard = next((run.path / "policy/step-000002").glob("rank-*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    printed = place.sluice(*command, "--id", "swept", exit_code=1)
+    assert "again from its checkpoint before that, remove" in printed
+    assert not (folder / "grpo").exists()
+    (run.path / "summary.json").unlink()  # as it says
+    place.sluice(*command, "--id", "swept")
+    assert weights(folder / "grpo") == expected
 
 
 @pytest.fixture

@@ -6,15 +6,19 @@ import os
 import threading
 from contextlib import nullcontext
 from functools import partial
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from prefect.logging import disable_run_logger
 
-from flows.pipeline import _failures, _find_best, run_stages
+from flows.pipeline import _accuracies, _failures, _find_best, run_stages
 from flows.pipeline_plan import PipelinePlan, _check_unchanged, load_pipeline, plan_pipeline
+from flows.recovery import find_or_create_run
 from infra.storage.driver_lock import file_lock
 from infra.storage.runs import RunDirectory
+from infra.workers.inputs import evaluation_digest
 from schemas.errors import PipelineError, QueryError, RunError
 from schemas.step import EvalReport, RunSummary
 from tests.support.command import assert_rejected, make_command
@@ -34,6 +38,7 @@ sweep = {"optim.lr" = [1e-2, 1e-3], seed = [0, 1]}
 [gate]
 min_accuracy = 0.5
 """
+TWO_RUNS = 'name = "pipe"\ngate.min_accuracy = 0.5\n[stages.grpo]\nconfig = "tiny.toml"\nsweep = {seed = [0, 1]}\n'
 PIPELINE = f'name = "pipe"\n{TWO_STAGES}'
 
 
@@ -51,15 +56,17 @@ def planned(*overrides: str, pipeline_id: str = "one") -> PipelinePlan:
     return plan_pipeline(load_pipeline("pipe.toml", overrides), pipeline_id)
 
 
-def finish(directory: RunDirectory, plan: PipelinePlan, accuracies: tuple[float, float]) -> None:
+def finish(
+    directory: RunDirectory, plan: PipelinePlan, accuracies: tuple[float, float], measured: tuple[str, str] = ("", "")
+) -> None:
     """Write what a finished run of the sweep leaves, as far as a pipeline reads it."""
     (run,) = (run for run in plan.runs["grpo"] if run.run_id == directory.run_id)
     RunDirectory.create(run.config, run.run_id)
-    for version, accuracy in zip((0, run.config.steps), accuracies, strict=True):
+    for version, accuracy, digest in zip((0, run.config.steps), accuracies, measured, strict=True):
         report = EvalReport(
             policy_version=version, num_prompts=4, accuracy=accuracy, reward=accuracy, num_failed=0, seconds=1.0
         )
-        directory.metrics.append_eval(report)
+        directory.metrics.append_eval(report.replace(measured=digest))
     directory.write_summary(
         RunSummary(
             run_id=run.run_id,
@@ -163,6 +170,11 @@ def test_the_best_run_is_that_of_the_best_evaluation_at_the_end_or_of_the_query(
     for run, accuracies in zip(runs, ((0.9, 0.3), (0.1, 0.7), (0.0, 0.7)), strict=False):  # the fourth has diverged
         finish(run.directory, plan, accuracies)
     assert _find_best(stage, runs) == runs[1]
+    for run, loss in zip(runs, (nan, 2.5, 1.5), strict=False):
+        report = run.last_evaluation()
+        assert report is not None
+        run.directory.metrics.append_eval(report.replace(loss=loss))
+    assert _find_best(stage, runs) == runs[2]
     worst = "select run_id from evals where policy_version > 0 order by accuracy limit 1"
     assert _find_best(stage.replace(best=worst), runs) == runs[0]
     with pytest.raises(QueryError, match="expected the run_id of a finished run"):
@@ -245,12 +257,55 @@ def test_a_pipeline_that_is_cancelled_keeps_its_lock_until_its_thread_ends(
         pass
 
 
+def test_a_gain_is_over_the_model_that_the_run_started_from(folder: Path) -> None:
+    """Its path may be that of the promoted model: this one, after a kill right after the promotion."""
+    write_sums(folder)
+    for name, seed in (("first", 3), ("models/pipe/one/sft", 0)):  # of 0.012 and 0.0
+        make_tiny_model(folder / name, seed=seed)
+    link = folder / "models/pipe/current"
+    link.symlink_to(folder / "first")
+    one = ("stages={sft={config='sft.toml'}}", f"set.model.path={link}")
+    plan = planned(*one, "gate={min_gain=0.0,data_path='rows.jsonl'}")
+    (run,) = plan.runs["sft"]
+    find_or_create_run(run.config, run.run_id)
+    with disable_run_logger():
+        expected = _accuracies(plan, run)
+        link.unlink()
+        link.symlink_to(Path("one", "sft"))
+        assert _accuracies(plan, run) == expected
+    assert expected[0] != expected[1]
+
+
 @pytest.mark.parametrize("key", ["min_accuracy", "min_gain"])
 def test_a_gate_doesn_t_pass_what_was_not_evaluated(folder: Path, key: str) -> None:
     plan = planned("stages.grpo.sweep={}", f"gate={{{key}=0.0}}")
     (failed,) = _failures(plan, {"grpo": plan.runs["grpo"][0]}, None, None)
     assert "is unknown" in failed
     assert "set gate.data_path" in failed
+
+
+def test_a_gain_is_between_evaluations_by_the_same_rows(folder: Path) -> None:
+    plan = planned("stages.grpo.sweep={seed=[0,1]}")
+    for run, measured in zip(plan.runs["grpo"], (("a", "a"), ("a", "b")), strict=True):
+        finish(run.directory, plan, (0.1, 0.7), measured)
+    assert [_accuracies(plan, run) for run in plan.runs["grpo"]] == [(0.7, 0.1), (0.7, None)]
+
+
+def test_a_sweep_whose_runs_are_evaluated_otherwise_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_model(folder / "model")
+    for name in ("train.parquet", "eval.parquet"):
+        make_tiny_data(folder / name, 4)
+    (folder / "pipe.toml").write_text(TWO_RUNS)
+    plan = planned()
+    for number, run in enumerate(plan.runs["grpo"]):
+        digest = evaluation_digest(run.config)
+        finish(run.directory, plan, (0.1, 0.7), (digest, digest))
+        command = make_command(monkeypatch, capsys)
+        changed = command("pipeline", "pipe.toml", "--id", "one", "set.eval.num_prompts=2", "gate.data_path=absent")
+        refused = "runs one-grpo-1 and one-grpo-2 can't be compared" if number == 0 else "absent: no such file"
+        assert_rejected(changed, refused)
 
 
 def test_a_gate_s_query_must_be_true_or_false(folder: Path) -> None:

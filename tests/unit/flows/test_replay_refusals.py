@@ -4,13 +4,18 @@ from pathlib import Path
 
 import pytest
 
+from flows.replay.fork import make_fork, plan_fork
+from infra.checkpoints import open_checkpoints
 from infra.storage.runs import RunDirectory
+from infra.workers.inputs import record_inputs
 from schemas.config.load import override_config
+from schemas.errors import RunError
 from schemas.step import StepReport
 from tests.support.checkpoint_tensors import save
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.configs import run_config
 from tests.support.small_run import make_small_run
+from tests.support.tiny import make_tiny_data, make_tiny_model
 
 
 @pytest.fixture
@@ -58,9 +63,6 @@ def test_forks_that_cannot_be_made(sluice: Command) -> None:
 
 
 def test_a_fork_that_was_interrupted_is_begun_anew(sluice: Command) -> None:
-    from flows.replay.fork import make_fork, plan_fork
-    from infra.checkpoints import open_checkpoints
-
     parent = RunDirectory("runs/demo")
     for version in (2, 4):
         save(open_checkpoints(parent, parent.config().checkpoint), version)
@@ -81,6 +83,42 @@ def test_a_fork_that_was_interrupted_is_begun_anew(sluice: Command) -> None:
     assert_rejected(
         sluice("inspect", "again", "1"), "step 1 of run again has no columns, as run demo", "that have: none"
     )
+
+
+def test_forks_with_another_curriculum(sluice: Command) -> None:
+    run, fork = RunDirectory("runs/demo"), ("fork", "demo", "steps=9", "--at")
+    save(open_checkpoints(run, run.config().checkpoint), 2)
+    levels = 'data.curriculum={kind="levels",field="level",starts=[1,2,3]}'
+    assert_rejected(sluice(*fork, "2", levels), "of another curriculum after its first step, or of none", "step 0")
+    plan_fork(run, 0, overrides=[levels])
+    sources = [{"path": "train.parquet"}, {"path": "more.jsonl"}]
+    curriculum = {"train_path": None, "sources": sources, "curriculum": {"kind": "sources"}}
+    config = run.config()
+    run.write_config(config.replace(data={**config.data.model_dump(exclude_unset=True), **curriculum}))
+    weighted = 'data.sources=[{path="train.parquet",weight=2},{path="more.jsonl"}]'
+    plan_fork(run, 2, overrides=["data.curriculum.window=3", weighted])
+    plan_fork(run, 2, overrides=["data.curriculum=None"])
+    for others in ('{path="more.jsonl"},{path="train.parquet"}', '{path="train.parquet"},{path="a/more.jsonl"}'):
+        with pytest.raises(RunError, match="of another curriculum"):
+            plan_fork(run, 2, overrides=[f"data.sources=[{others}]"])
+    with pytest.raises(RunError, match="of another curriculum"):
+        plan_fork(run, 2, overrides=["data.sources=[]", "data.train_path=train.parquet", levels])
+
+
+def test_another_model_behind_the_same_path(sluice: Command) -> None:
+    run = RunDirectory("runs/demo")
+    make_tiny_model(Path("model"))
+    make_tiny_data(Path("train.parquet"), 4)
+    record_inputs(run, run.config())
+    save(open_checkpoints(run, run.config().checkpoint), 2)
+    plan_fork(run, 2)
+    make_tiny_model(Path("model"), seed=1)
+    for command in (
+        ("fork", "demo", "--at", "2"),
+        ("bundle", "demo", "2", "-o", "file"),
+        ("replay", "demo", "--steps", "2"),
+    ):
+        assert_rejected(sluice(*command), "model is not the model that run demo was given")
 
 
 def test_another_kind_keeps_the_settings_that_it_has(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -12,13 +13,16 @@ import pytest
 import infra.workers.inputs
 from flows.recovery import find_or_create_run
 from infra.datasets import load_run_prompts
+from infra.models.files import weights_digest
 from infra.models.load import load_tokenizer
 from infra.models.tiny import CHAT_TEMPLATE
 from infra.rewards.open import open_reward_scorer
 from infra.storage.runs import RunDirectory, resumed_config
-from infra.workers.inputs import check_files, check_inputs, data_digest, renew_inputs
+from infra.workers.inputs import check_files, check_inputs, data_digest, record_inputs, renew_inputs
+from infra.workers.policy import PolicyWorker
 from infra.workers.reward import RewardWorker, open_model_here
 from infra.workers.rollout import RolloutWorker
+from infra.workers.scoring import ReferenceWorker, TeacherWorker
 from rl_core.rewards import RewardItem, RewardOutcome
 from schemas.config.reward import ModelReward, WeightedReward
 from schemas.config.run import RunConfig
@@ -80,6 +84,77 @@ def test_a_changed_tokenizer_is_refused(tmp_path: Path, config: RunConfig, name:
         file.unlink() if content is None else file.write_text(content)
         with pytest.raises(RunError, match=rf"tokenizer, chat template or generation config of {tmp_path}/model is"):
             check_files(run, config)
+
+
+@pytest.fixture
+def linked(tmp_path: Path, config: RunConfig) -> RunConfig:
+    """The config of a run of adapters, whose model, also its reference's and its teacher's, is behind a link."""
+    (tmp_path / "current").symlink_to("model")
+    make_tiny_model(tmp_path / "next", seed=1)
+    path = str(tmp_path / "current")
+    teacher = {"teachers": {"own": {"path": path}}}
+    return config.replace(model={"path": path, "lora": {"rank": 2}}, distillation=teacher, kl={"coef": 0.1})
+
+
+def promote(tmp_path: Path, name: str) -> None:
+    (tmp_path / "current").unlink()
+    (tmp_path / "current").symlink_to(name)
+
+
+def test_a_link_that_leads_to_another_model_is_refused(tmp_path: Path, linked: RunConfig) -> None:
+    run = find_or_create_run(linked, "run-1")
+    shutil.copytree(tmp_path / "model", tmp_path / "copy")
+    handle = RunHandle(run_id="run-1", identity="run-1", directory=run.url, config=linked, store_incarnation="")
+    starts = [partial(check, run, linked) for check in (check_files, check_inputs, renew_inputs)]
+    starts += [kind(handle).start for kind in (PolicyWorker, ReferenceWorker, TeacherWorker, RolloutWorker)]
+    promote(tmp_path, "next")
+    for start in starts:
+        with pytest.raises(RunError, match=rf"current is not the model that .* given, which was in {tmp_path}/model: "):
+            start()
+    promote(tmp_path, "copy")  # the same weights
+    check_files(run, linked)
+    promote(tmp_path, "next")
+    record = json.loads((run.path / "inputs.json").read_text())
+    del record["models"][linked.model.path]  # as the message says, or as in a record of an earlier Sluice
+    (run.path / "inputs.json").write_text(json.dumps(record))
+    renew_inputs(run, linked)
+    promote(tmp_path, "model")
+    with pytest.raises(RunError, match=rf"which was in {tmp_path}/next"):
+        check_files(run, linked)
+
+
+def test_another_reward_model_in_the_same_folder_is_refused(tmp_path: Path, config: RunConfig) -> None:
+    path = make_tiny_reward_model(tmp_path / "liked")
+    config = config.replace(reward=ModelReward(path=str(path), max_tokens=100))
+    run = find_or_create_run(config, "run-1")
+    weights = bytearray((path / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (path / "model.safetensors").write_bytes(weights)
+    worker = RewardWorker(
+        RunHandle(run_id="run-1", identity="run-1", directory=run.url, config=config, store_incarnation="")
+    )
+    with pytest.raises(RunError, match=rf"{path} is not the model that run run-1 was given"):
+        worker.start()
+
+
+def test_a_model_of_the_hub_is_not_recorded(linked: RunConfig) -> None:
+    run = RunDirectory.create(linked, "run-1")
+    hub = linked.replace(model={"path": "org/name"}, distillation=None)
+    record_inputs(run, hub)
+    assert json.loads((run.path / "inputs.json").read_text())["models"] == {}
+    check_files(run, hub)
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "config.json"])
+@pytest.mark.parametrize("at", [0, 2**20, 3 * 2**20 - 1])
+def test_the_digest_of_a_model_has_both_ends_and_parts_of_each_file(tmp_path: Path, name: str, at: int) -> None:
+    for file in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "config.json"):
+        (tmp_path / file).write_bytes(bytes(3 * 2**20))
+    before = weights_digest(str(tmp_path))
+    content = bytearray((tmp_path / name).read_bytes())
+    content[at : at + 2**18] = b"x" * len(content[at : at + 2**18])
+    (tmp_path / name).write_bytes(content)
+    assert "" != weights_digest(str(tmp_path)) != before
 
 
 def test_other_held_out_prompts_are_recorded_when_they_are_given(tmp_path: Path, config: RunConfig) -> None:
@@ -188,5 +263,7 @@ def scores_of(config: RunConfig) -> tuple[RewardOutcome, ...]:
 def test_the_record_has_paths_and_modules(config: RunConfig) -> None:
     run = find_or_create_run(config, "run-1")
     record = json.loads((run.path / "inputs.json").read_text())
+    model = {"folder": config.model.path, "weights": weights_digest(config.model.path)}
+    assert record["models"] == {config.model.path: model}
     assert list(record["data"]) == [config.data.train_path, config.data.eval_path]
     assert list(record["code"]) == ["own.rewards.sums"]

@@ -5,6 +5,7 @@ import os
 import shutil
 from contextlib import closing
 from functools import partial
+from math import inf, nan
 from pathlib import Path
 from statistics import fmean
 
@@ -29,6 +30,7 @@ from infra.models.load import describe_adapter, load_model
 from infra.models.lora import merged_weights
 from infra.storage.runs import RunDirectory
 from infra.stores.chunk_index import MemoryStore
+from infra.workers.policy import PolicyWorker
 from infra.workers.reward import open_model_here
 from infra.workers.rollout import RolloutWorker
 from rl_core.rewards import RewardItem
@@ -36,7 +38,7 @@ from schemas.config.data import DataConfig
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.config.reward import ModelReward, WeightedReward
 from schemas.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
-from schemas.step import EvalReport, RunHandle
+from schemas.step import EvalReport, RunHandle, comparable
 from tests.support.configs import run_config
 from tests.support.policies import load_policy
 from tests.support.tiny import make_tiny_data, make_tiny_model, make_tiny_reward_model
@@ -207,6 +209,34 @@ def test_an_adapter_is_merged_into_its_base(base: Path, tmp_path: Path, gradient
     assert not (tmp_path / "again").exists()
 
 
+def test_an_adapter_is_merged_into_the_base_that_it_was_trained_on(base: Path, tmp_path: Path) -> None:
+    """A link in the model's path may lead to another model before the adapter is saved."""
+    link, promoted = tmp_path / "current", make_tiny_model(tmp_path / "promoted", seed=1)
+    link.symlink_to(base)
+    run = make_run(tmp_path, ModelConfig(path=str(link), lora=LORA))
+    handle = RunHandle(run_id="run", identity="run", directory=str(run.path), config=run.config(), store_incarnation="")
+    worker = PolicyWorker(handle, store=MemoryStore("run", capacity_bytes=1))
+    worker.start()
+    link.unlink()
+    link.symlink_to(promoted)
+    worker.save(0)
+    worker.finish_saving()
+    export_run(run, tmp_path / "out", dtype="float32")
+    expected, other = (logits(load_model(ModelConfig(path=str(path)))) for path in (base, promoted))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(exported), expected)  # a new adapter changes nothing
+    shutil.rmtree(base)
+    shutil.copytree(promoted, base)
+    with pytest.raises(ModelError, match=rf"{base} is not the model that the adapter in .*step-000000 was trained on"):
+        export_run(run, tmp_path / "again")
+    manifest = run.path / "policy" / "step-000000/manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["adapter"]["base_digest"]
+    manifest.write_text(json.dumps(content))
+    export_run(run, tmp_path / "again", dtype="float32")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), other)
+
+
 def test_a_given_step_or_the_best_can_be_exported(run: RunDirectory, tmp_path: Path) -> None:
     for version in (1, 2, 3):
         save_version(run, version)
@@ -226,6 +256,24 @@ def test_the_best_is_the_newest_of_equals_among_existing_versions() -> None:
     assert best_version(evals, [1, 2, 3, 4]) == 3
     assert best_version(evals, [1, 2, 4, 5]) == 2
     assert best_version(evals, [5]) is None
+
+
+def test_a_loss_that_isn_t_a_number_is_never_the_best(run: RunDirectory) -> None:
+    for version, loss in enumerate((nan, 2.5, inf, 1.5, nan), start=1):
+        run.metrics.append_eval(evaluation(version, 0.9).replace(loss=loss))
+    evals = run.metrics.evals()
+    assert best_version(evals, [1, 2, 3, 4, 5]) == 4
+    assert best_version(evals, [1, 2]) == 2
+
+
+def test_the_best_is_by_what_the_newest_evaluation_measured() -> None:
+    evals = [evaluation(1, 0.8), evaluation(2, 0.9).replace(measured="easy"), evaluation(2, 0.3), evaluation(3, 0.4)]
+    hard = [*evals[:2], *(each.replace(measured="hard") for each in evals[2:])]
+    assert best_version(hard, [2, 3]) == 3
+    assert best_version(hard, [1, 2, 3]) == 1  # of an earlier Sluice, which didn't say what it measured
+    assert best_version(hard[:2], [1, 2, 3]) == 2
+    assert comparable(hard, "easy") == hard[:2]
+    assert comparable([]) == []
 
 
 def test_what_cannot_be_exported_is_reported(run: RunDirectory, tmp_path: Path) -> None:
