@@ -106,7 +106,7 @@ class ScoringWorker:
 
     def _load(self, group: ProcessGroupHandle | None, *, trains: bool, shares_prompts: bool | None = None) -> None:
         """Join the other ranks, shard the model and load this rank's part; with None as `group`, this rank is alone."""
-        check_models(self._directory, [model.path])
+        check_models(self._directory, [self._model.path])
         set_threads(self._config.runtime.num_threads)
         device = choose_device()
         torch.manual_seed(self._config.seed)
