@@ -49,7 +49,7 @@ def test_the_python_is_one_that_the_project_supports() -> None:
 
 
 def test_extras_exist() -> None:
-    (extras,) = re.findall(r'"\.\[([\w,]+)\]"', DOCKERFILE)
+    (extras,) = re.findall(r'"\.\[([\w,-]+)\]"', DOCKERFILE)
     assert {*extras.split(",")} <= PROJECT["optional-dependencies"].keys()
 
 
