@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +16,12 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from flows.preflight import check_engine
-from infra.engines.base import EngineModel, Sampling, WeightsBucket, generate_all
+from infra.engines.base import EngineModel, Sampling, generate_all
 from infra.engines.open import engine_versions, open_engine
 from infra.engines.program import frames
 from infra.engines.program.engine import ProgramEngine
 from infra.engines.program.process import EngineInstallation, StartedEngine
 from infra.engines.program.start import find_program, open_program
-from infra.models.flat_tensors import tensor_specs
 from infra.models.load import build_meta_model, load_model, load_tokenizer
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.config.rollout import ProgramRollout
@@ -33,6 +31,7 @@ from tests.support.engine_checks import (
     MAX_MODEL_LEN,
     PROMPTS,
     assert_branches_are_exact,
+    assert_damaged_buckets_are_refused,
     assert_degenerate_requests_work,
     assert_identical,
     assert_logprobs,
@@ -41,6 +40,7 @@ from tests.support.engine_checks import (
     assert_turns_are_exact,
     counting_python,
     greedy,
+    kill_in_the_middle,
     plain_logprobs,
     request,
     starts_of,
@@ -136,30 +136,21 @@ def test_it_takes_new_weights(engine: ProgramEngine, tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def test_a_bucket_that_is_not_what_was_sent_is_refused(engine: ProgramEngine, folder: Path, tmp_path: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    load_state(engine, state, version=0)
+    assert_damaged_buckets_are_refused(engine, state, tmp_path / "bucket")
+
+
 @pytest.mark.parametrize("moment", ["load", "batch"])
 def test_a_kill_in_the_middle_loses_the_engine(folder: Path, moment: str) -> None:
     config = run_config(model={"path": str(folder)}, rollout={"kind": "program", "program": str(PROGRAM)})
     engine = open_engine(config, load_tokenizer(config.model))
-    state = load_file(folder / "model.safetensors")
-
-    def parts() -> Iterator[WeightsBucket]:
-        names = list(state)
-        yield WeightsBucket({name: state[name] for name in names[:5]})
-        os.kill(engine.processes[0], signal.SIGKILL)
-        yield WeightsBucket({name: state[name] for name in names[5:]})
-
-    def sample() -> None:
-        with closing(engine.open_rows(Sampling(20))) as rows:
-            rows.begin([request(PROMPTS[0], 1)])
-            rows.step()
-            os.kill(engine.processes[0], signal.SIGKILL)
-            while rows.num_unfinished:
-                rows.step()
-
-    with pytest.raises(EngineLostError, match=r"signal 9|SIGKILL|Killed"):
-        sample() if moment == "batch" else engine.load_weights(tensor_specs(state), parts(), version=1)
+    state, (program,) = load_file(folder / "model.safetensors"), engine.processes
+    with pytest.raises(EngineLostError, match=r"is lost: signal 9 \(Killed\)"):
+        kill_in_the_middle(engine, state, moment, lambda: os.kill(program, signal.SIGKILL))
     assert engine.is_lost
-    assert not engine.processes or not psutil.pid_exists(engine.processes[0])
+    assert not psutil.pid_exists(program)
 
 
 def test_its_last_words_are_in_the_error(folder: Path) -> None:
