@@ -396,6 +396,11 @@ def _saved(adapters: Mapping[str, torch.Tensor], lora: LoraConfig, shared_memory
     try:
         save_adapters(adapters, lora, folder.path)
         yield folder.path
+    except OSError as error:
+        raise WeightsError(
+            f"{folder.path} has no space for {num_bytes} bytes of adapters: {error.strerror}; enlarge its file system "
+            "(for Docker: --shm-size), or set runtime.shared_memory to another folder"
+        ) from None
     finally:
         folder.remove()
 
