@@ -117,6 +117,7 @@ class PlainEngine:
         weights = self.model.state_dict()
         with open(arguments["path"], "rb") as file:
             content = mmap.mmap(file.fileno(), arguments["num_bytes"], access=mmap.ACCESS_COPY)
+        frames.compare(frames.checksum(torch.frombuffer(content, dtype=torch.int64)), arguments["checksum"])
         for name, dtype, shape, offset in arguments["tensors"]:
             count = torch.Size(shape).numel()
             tensor = torch.frombuffer(content, dtype=getattr(torch, dtype), count=count, offset=offset)

@@ -67,14 +67,7 @@ def plan_config(
 def _parts(config: RunConfig, plan: Plan, fill: float) -> Iterator[str | Table]:
     """Yield the method, a prompt, the rows and their micro-batches, and what they take."""
     footprint, resources = plan.footprint, plan.resources
-    method = f"advantage {config.advantage.kind}, loss {config.loss.kind}, correction {config.correction.kind}"
-    if config.loss.observation_coef:
-        method += f", {config.loss.observation_coef:g} x cross-entropy of observations"
-    if config.sft is not None:
-        method = f"SFT, loss {config.loss.kind} on {config.sft.loss_on} tokens"
-    if config.optim.kind == "muon":
-        method += ", optimizer Muon"
-    yield f"run {config.name}: {config.steps:,} steps; {method}"
+    yield f"run {config.name}: {config.steps:,} steps; {_method(config)}"
     yield from _distillation(config)
     yield from example_lines(plan.example)
     yield from map(_environment, config.environments)
@@ -102,6 +95,23 @@ def _parts(config: RunConfig, plan: Plan, fill: float) -> Iterator[str | Table]:
         limits.add_row(limit.name, limit.where, used, available, f"{limit.fraction:.1%}", style=style)
     yield limits
     yield ""
+
+
+def _method(config: RunConfig) -> str:
+    """Return what the run trains with."""
+    parts = [f"advantage {config.advantage.kind}, loss {config.loss.kind}, correction {config.correction.kind}"]
+    if config.sft is not None:
+        parts = [f"SFT, loss {config.loss.kind} on {config.sft.loss_on} tokens"]
+    if config.kl.coef:
+        place = "subtracted from the reward" if config.kl.in_reward else "in the loss"
+        parts.append(f"{config.kl.coef:g} x KL ({config.kl.estimator}) {place}")
+    if config.loss.observation_coef:
+        parts.append(f"{config.loss.observation_coef:g} x cross-entropy of observations")
+    if config.rollout.sampling_mask:
+        parts.append("scores over the sampling mask")
+    if config.optim.kind == "muon":
+        parts.append("optimizer Muon")
+    return ", ".join(parts)
 
 
 def _sharing(footprint: Footprint) -> str:

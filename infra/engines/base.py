@@ -169,11 +169,12 @@ class WeightsBucket:
 
     Attributes:
         tensors: Tensors by name, on any device; they are only read.
-        file: The file with the flat buffer (`infra.models.flat_tensors`) of which they are all the tensors, in its
-            order, if there is one: an engine's other processes can map it.
+        checksum: That of the flat buffer (`infra.models.flat_tensors`) of which they are all the tensors, in its order.
+        file: The file that is this buffer, if there is one: an engine's other processes can map it.
     """
 
     tensors: "dict[str, torch.Tensor]"
+    checksum: str
     file: "Path | None" = None
 
 

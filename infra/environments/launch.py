@@ -9,7 +9,6 @@ import fcntl
 import functools
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from infra.processes import lifeline
+from infra.processes.isolated import kill_marked
 from rl_core.environments.base import Launch
 
 PORT = 8411  # of the relay
@@ -164,22 +164,13 @@ def programs_folder() -> str:
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
             _lock(str(left), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _kill_left(left)
+            kill_marked(f"HOME={left}/")  # what its programs have started in sessions of their own
             remove_folder(left)
     while True:
         root = tempfile.mkdtemp(prefix=_PREFIX)
         _lock(root, fcntl.LOCK_EX)
         if os.path.exists(root):  # no other process has removed it before it was locked
             return root
-
-
-def _kill_left(folder: Path) -> None:
-    """Kill the processes that the programs of a folder have left in sessions of their own; their home is in it."""
-    home = f"HOME={folder}/".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
-            if any(variable.startswith(home) for variable in (process / "environ").read_bytes().split(b"\0")):
-                os.kill(int(process.name), signal.SIGKILL)
 
 
 def close_off(folder: Path) -> None:

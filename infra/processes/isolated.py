@@ -75,6 +75,15 @@ def _kill_descendants(pid: int) -> None:
                 os.kill(child, signal.SIGKILL)
 
 
+def kill_marked(beginning: str) -> None:
+    """Kill the processes, in any session, of which a variable of the environment, as NAME=VALUE, begins so."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            variables = (process / "environ").read_bytes().split(b"\0")
+            if any(variable.startswith(beginning.encode()) for variable in variables):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
 class IsolatedProcess:
     """A process group whose program begins with `infra.processes.calls.Parent`.
 

@@ -9,81 +9,29 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from infra.engines.base import RolloutEngine, WeightsBucket
+from infra.engines.program import frames
 from infra.models.flat_tensors import buffer_as_tensor, flat_bytes, tensor_views, write_tensors
 from infra.weights.buckets import cast, join_gather, sent_bytes, split_buckets
 from infra.weights.weight_group import WeightGroup
 from schemas.errors import WeightsError
 from schemas.weights import LoadedWeights, SentWeights, WeightsHandle
 
-_COLUMNS = 1024  # words per row; the sums along both axes of a block are plain additions
-_CPU_ROWS = 64  # a block of 512 KiB stays in a core's cache between its four sums
-_CUDA_ROWS = 8192  # 64 MiB: few launches
-_MODULUS = 2**64
 CHECKSUM_BYTES = 64
+_CUDA_ROWS = 8192  # of 8 KiB, 64 MiB at a time: few launches
 
 
-class Checksum:
-    """The checksum of a buffer that is given in parts, in order."""
-
-    def __init__(self) -> None:
-        self._num_words = 0
-        self._sums = [0, 0, 0, 0]
-
-    def update(self, part: torch.Tensor) -> None:
-        """Add the next bytes.
-
-        Args:
-            part: uint8 [n], n a multiple of 8, contiguous, on any device.
-        """
-        words = part.view(torch.int64)
-        # Not torch on the CPU: its threads cost more than such small sums.
-        array: Any = words if part.is_cuda else words.numpy()
-        for first in range(0, len(array), block := (_CUDA_ROWS if part.is_cuda else _CPU_ROWS) * _COLUMNS):
-            self._add(array[first : first + block])
-
-    def hexdigest(self) -> str:
-        """Return the four sums as 64 hexadecimal digits."""
-        return "".join(f"{total:016x}" for total in self._sums)
-
-    def _add(self, words: Any) -> None:
-        whole = len(words) // _COLUMNS * _COLUMNS
-        for rows in (words[:whole].reshape(-1, _COLUMNS), words[whole:].reshape(1, -1)):
-            for at, values in ((0, rows), (2, rows >> 32)):
-                plain, weighted = _sums(values)
-                self._sums[at] = (self._sums[at] + plain) % _MODULUS
-                self._sums[at + 1] = (self._sums[at + 1] + weighted + self._num_words * plain) % _MODULUS
-            self._num_words += rows.shape[0] * rows.shape[1]
-
-
-def checksum(buffer: torch.Tensor) -> str:
-    """Return the checksum of a whole buffer, uint8 [n], n a multiple of 8."""
-    whole = Checksum()
-    whole.update(buffer)
-    return whole.hexdigest()
-
-
-def _sums(values: Any) -> tuple[int, int]:
-    """Return the sum of a matrix's words, and the sum of their products with their positions, modulo 2^64.
-
-    Args:
-        values: int64 [R, C], a torch tensor or a numpy array; int64 sums wrap around in both.
-    """
-    by_row, by_column = values.sum(1), values.sum(0)
-    rows, columns = _positions(by_row), _positions(by_column)
-    return int(by_row.sum()), values.shape[1] * int((by_row * rows).sum()) + int((by_column * columns).sum())
-
-
-def _positions(values: Any) -> Any:
-    if isinstance(values, torch.Tensor):
-        return torch.arange(len(values), device=values.device)
-    return np.arange(len(values))
+def checksum(buffer: Tensor) -> str:
+    """Return the checksum of a whole bucket, uint8 [n], n a multiple of 8, contiguous, on any device."""
+    words = buffer.view(torch.int64)
+    if words.is_cuda:
+        return frames.checksum(words, _CUDA_ROWS)
+    return frames.checksum(words.numpy())  # not torch: its threads cost more than such small sums
 
 
 class BucketSender(Protocol):
@@ -225,7 +173,7 @@ class _Stream:
             since = time.perf_counter()
             bucket, digest, file = next(self._received)
             self._verify(bucket, digest, number)
-            given = WeightsBucket(tensor_views(bucket, specs), file)
+            given = WeightsBucket(tensor_views(bucket, specs), digest, file)
             del bucket
             self.seconds += time.perf_counter() - since
             yield given

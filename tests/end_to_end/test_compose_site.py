@@ -17,6 +17,18 @@ from tests.support.tiny import make_tiny_data, make_tiny_model
 pytestmark = pytest.mark.extended
 
 SERVICES: dict[str, dict[str, Any]] = compose(SECRETS)["services"]
+EVENTS = """
+import asyncio
+from prefect import get_client
+
+async def ask():
+    async with get_client() as client:
+        own = {"filter": {"event": {"prefix": ["sluice."]}, "resource": {"id": ["sluice.run.from-the-ui"]}}}
+        answer = await client.request("POST", "/events/filter", json=own)
+        print(*sorted({event["event"] for event in answer.json()["events"]}))
+
+asyncio.run(ask())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +92,12 @@ def test_the_prefect_worker_runs_what_the_ui_starts(site: Site) -> None:
     watch = ["prefect", "deployment", "run", "train/tiny", "--param", "run_id=from-the-ui", "--watch"]
     site.run(watch, environment("driver"), "run.log")
     assert (site.folder / "runs" / "from-the-ui" / "summary.json").exists()
+
+    def events() -> str:
+        return site.run(["python", "-c", EVENTS], environment("driver"), "events.log")
+
+    wait_until(lambda: "sluice.run.ended" in events())  # they went through the login, and are recorded with a delay
+    assert "sluice.run.started sluice.step.completed" in events()
 
 
 def test_a_stranger_is_refused(site: Site) -> None:

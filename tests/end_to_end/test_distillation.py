@@ -79,6 +79,13 @@ def test_a_replay_is_equal_bit_for_bit(workplace: Workplace, expected: Run) -> N
     assert "1 steps replayed: same bits" in workplace.sluice("replay", expected.path.name, "--steps", "1")
 
 
+def test_a_fork_ends_in_the_same_weights(workplace: Workplace, expected: Run) -> None:
+    fork = workplace.run(f"{expected.run_id}-fork")
+    workplace.sluice("fork", expected.run_id, "--at", "2", "--run-id", fork.run_id, "--start")
+    assert fork.step_metrics() == expected.step_metrics()
+    assert fork.weights(STEPS) == expected.weights(STEPS)
+
+
 def test_two_ranks_of_policy_and_teacher_train_the_same_up_to_rounding(
     workplace: Workplace, expected: Run, config: tuple[str, ...]
 ) -> None:

@@ -1,16 +1,19 @@
 """`sluice replay` and `sluice fork` of a run that keeps its columns."""
 
 import json
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from infra.storage.lineage import load_fork
 from infra.stores.offline import read_step
 from tests.support.commands import sluice_in_turn
+from tests.support.sft import sft_toml
 from tests.support.workplace import Workplace
 
 pytestmark = pytest.mark.extended
@@ -19,6 +22,7 @@ PARENT, FORK, LINKED = "kept", "kept-at-6", "linked"
 KEPT = ("store.keep_steps=all", "checkpoint.every_steps=4", "checkpoint.keep_last=3", "kl.coef=0.01")
 SCHEDULED = ("optim.updates_per_step=2", "optim.schedule=linear")  # with two, behavior log-probs are stored
 STAGES = ["behavior", "reference", "advantage", "plan", "update", "weights"]
+TOKENS = ("prompt_ids", "response_ids", "loss_mask")
 
 COMMANDS = {
     "same": ("replay", PARENT, "--steps", "3:5", "optim.offload=false", "--json"),
@@ -163,3 +167,32 @@ def test_a_fork_has_the_steps_before_it_without_its_parent(printed: Printed) -> 
     assert code == 2
     assert f"steps 5 to 6 of run {FORK} are not of one run" in line
     assert "ask for 5:6 and 6:7" in line
+
+
+def test_fine_tuning_on_the_best_samples_takes_them_token_for_token(workplace: Workplace, printed: Printed) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sft.md").read_text()
+    (query,) = re.findall(r'sluice sql RUN "(select prompt_ids.*?)" --out best.parquet', page, re.DOTALL)
+    workplace.sluice("sql", PARENT, query, "--out", "best.parquet")
+    best = sorted(map(tokens_of, pq.read_table(workplace.folder / "best.parquet").to_pylist()))
+    expected = []
+    for step in range(8):
+        rows = read_step(workplace.run(PARENT).path, step, ["group_id", "reward", *TOKENS]).to_pylist()
+        for group in {row["group_id"] for row in rows}:
+            ranked = sorted((row for row in rows if row["group_id"] == group), key=lambda row: -row["reward"])
+            expected += [tokens_of(row) for row in ranked[:2] if row["reward"] >= 0.5]
+    assert best == sorted(expected)
+    (workplace.folder / "best.toml").write_text(sft_toml())
+    settings = ("data.train_path=best.parquet", "data.eval_path=", "eval.every_steps=0", "steps=3")
+    workplace.sluice("train", "best.toml", "--run-id", "best-of-n", *settings, "store.keep_steps=all")
+    run = workplace.run("best-of-n")
+    trained = [tokens_of(row) for step in range(3) for row in read_step(run.path, step, TOKENS).to_pylist()]
+    assert len(trained) == 3 * 8
+    assert {*trained} <= {*best}
+    losses = [metrics["cross_entropy"] for metrics in run.step_metrics()]
+    assert losses[-1] < losses[0]
+
+
+def tokens_of(row: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return all of a row's tokens, and those that are trained on."""
+    trained = [token for token, is_trained in zip(row["response_ids"], row["loss_mask"], strict=True) if is_trained]
+    return (*row["prompt_ids"], *row["response_ids"]), tuple(trained)

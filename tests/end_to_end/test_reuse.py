@@ -4,10 +4,15 @@ import shutil
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+import numpy as np
 import pytest
 
+from infra.models.load import load_model
 from infra.stores.offline import read_step
+from schemas.config.model import ModelConfig
+from tests.support.engine_checks import plain_logprobs
 from tests.support.run_results import Run
+from tests.support.tiny import make_tiny_model
 from tests.support.workplace import Workplace
 
 pytestmark = pytest.mark.extended
@@ -118,6 +123,25 @@ def test_another_runs_groups_are_taken_from_the_first_step_on(workplace: Workpla
             stored = [row for row in _rows(expected, source) if row["group_id"] == group]
             assert [row["sample_id"] for row in rows] == [row["sample_id"] for row in stored]
             assert [row["sampler_logprobs"] for row in rows] == [row["sampler_logprobs"] for row in stored]
+
+
+def test_a_teacher_scores_another_runs_groups_and_its_own_alike(workplace: Workplace, expected: Run) -> None:
+    teacher = load_model(ModelConfig(path=str(make_tiny_model(workplace.folder / "reuse-teacher", seed=7))))
+    taught = ("data.reuse.run=reuse", "data.reuse.steps=[1,3]", "distillation.teachers.big={path='reuse-teacher'}")
+    workplace.sluice(*PARTS, *taught, "steps=2", "--run-id", "reuse-taught")
+    run = workplace.run("reuse-taught")
+    columns = (*COPIED, "teacher_logprobs")
+    for step, metrics in enumerate(run.step_metrics()):
+        rows, reused = _rows(run, step, columns), list(_reused(run, step, columns))
+        assert metrics["reuse/groups"] == len(reused) == NUM_GROUPS
+        for row in rows:
+            expected_logprobs = plain_logprobs(teacher, row["prompt_ids"], np.array(row["response_ids"]), 1.0)
+            np.testing.assert_allclose(row["teacher_logprobs"], expected_logprobs, rtol=0, atol=1e-5)
+        assert metrics["teacher/kl"] > 0
+        for source, group, taken in reused:
+            stored = [row for row in _rows(expected, source) if row["group_id"] == group]
+            assert [row["response_ids"] for row in taken] == [row["response_ids"] for row in stored]
+    assert "1 steps replayed: same bits" in workplace.sluice("replay", "reuse-taught", "--steps", "1")
 
 
 def test_trajectories_are_taken_again_with_all_their_turns(workplace: Workplace) -> None:

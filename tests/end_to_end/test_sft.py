@@ -4,6 +4,7 @@ An undisturbed run; one that is killed; and one with two ranks, which packs othe
 """
 
 import json
+from collections import defaultdict
 
 import pytest
 import torch
@@ -11,12 +12,16 @@ from transformers import AutoModelForCausalLM
 
 from infra.datasets.sft import load_rows, load_train_rows
 from infra.models.load import load_tokenizer
+from infra.monitors.rows import recorded_rows
 from tests.support.progress import wait_until
 from tests.support.run_results import Run
 from tests.support.sft import MARKED, sft_config, sft_toml, write_sums
+from tests.support.tracker_files import jsonl_history
 from tests.support.workplace import Workplace
 
 STEPS = 6
+MUON = ("steps=5", "optim.kind=muon", "optim.lr=2e-2", "eval.every_steps=0")
+KEPT = ("store.keep_steps=all", "checkpoint.every_steps=2", "checkpoint.keep_last=9")
 # TRL's trainer, whose steps take the same rows: those of the file, in its order.
 PEER = """
 import json, sys
@@ -48,7 +53,8 @@ def place(workplace: Workplace) -> Workplace:
 
 @pytest.fixture(scope="module")
 def printed(place: Workplace) -> str:
-    return place.sluice("train", "sft.toml", "--run-id", "sft-whole", "store.keep_steps=all")
+    monitor = 'monitors=[{kind="jsonl", folder="lines"}]'
+    return place.sluice("train", "sft.toml", "--run-id", "sft-whole", "store.keep_steps=all", monitor)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +78,18 @@ def test_the_loss_falls(whole: Run, printed: str) -> None:
     assert summary.reward_last is None
     for line in ("held-out loss, before → after", "cross-entropy, mean of first 3 → last 3 steps", "epoch 2.00"):
         assert line in " ".join(printed.replace("│", " ").split()), line
+
+
+def test_a_monitor_has_each_value_of_its_steps_and_evaluations(place: Workplace, whole: Run) -> None:
+    expected = defaultdict(list)
+    for row in recorded_rows(whole.metrics):
+        for name, value in row.values.items():
+            expected[name].append((row.step, value))
+    assert [step for step, _ in expected["cross_entropy"]] == list(range(STEPS))
+    assert [step for step, _ in expected["eval/loss"]] == [0, 2, 4, 6]
+    found = jsonl_history(place.folder / "lines" / f"{whole.run_id}.jsonl")
+    del found["step"]  # of both kinds of rows
+    assert found == {name: values for name, values in expected.items() if name != "step"}
 
 
 def test_each_epoch_takes_every_row_once(place: Workplace, whole: Run) -> None:
@@ -107,18 +125,31 @@ def test_ranks_and_packing_change_nothing_but_rounding(place: Workplace, whole: 
     assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
 
 
-def test_muon_is_resumed_with_another_number_of_ranks(place: Workplace) -> None:
-    settings = ("steps=5", "optim.kind=muon", "optim.lr=2e-2", "eval.every_steps=0", "runtime.num_policy_ranks=2")
-    place.sluice("train", "sft.toml", "--run-id", "muon", *settings, "runtime.num_policy_ranks=1")
-    driver = place.start("train", "sft.toml", "--run-id", "muon-killed", *settings)
+@pytest.fixture(scope="module")
+def muon(place: Workplace) -> Run:
+    place.sluice("train", "sft.toml", "--run-id", "muon", *MUON, *KEPT)
+    return place.run("muon")
+
+
+def test_muon_is_resumed_with_another_number_of_ranks(place: Workplace, muon: Run) -> None:
+    driver = place.start("train", "sft.toml", "--run-id", "muon-killed", *MUON, "runtime.num_policy_ranks=2")
     killed = place.run("muon-killed")
     driver.wait_standing(lambda: killed.passed(2, "put"))
     driver.kill()
     place.sluice("resume", "muon-killed", "runtime.num_policy_ranks=1")
-    expected = place.run("muon").step_metrics()
+    expected = muon.step_metrics()
     assert expected[-1]["cross_entropy"] < expected[0]["cross_entropy"] - 0.5
     for resumed, one in zip(killed.step_metrics(), expected, strict=True):
         assert resumed == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.extended
+def test_a_fork_of_a_muon_run_ends_in_its_weights(place: Workplace, muon: Run) -> None:
+    printed = place.sluice("fork", "muon", "--at", "3", "--run-id", "muon-fork", "--start")
+    assert "made run muon-fork from muon@3: 1 updates repeated" in printed
+    fork = place.run("muon-fork")
+    assert fork.step_metrics() == muon.step_metrics()
+    assert fork.weights(5) == muon.weights(5)
 
 
 def test_adapters_are_resumed_and_exported_merged(place: Workplace) -> None:

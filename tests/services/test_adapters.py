@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from infra.engines.base import RolloutEngine, Sampling, WeightsBucket, generate_all
+from infra.engines.base import RolloutEngine, Sampling, generate_all
 from infra.engines.open import open_engine
 from infra.engines.vllm.start import check_adapters
 from infra.models.flat_tensors import tensor_specs
@@ -32,6 +32,7 @@ from tests.support.engine_checks import (
 )
 from tests.support.policies import load_policy
 from tests.support.tiny import make_tiny_model, make_tiny_moe
+from tests.support.weight_tensors import bucket_of
 
 LORA = {"rank": 4, "alpha": 12, "publish": "adapters", "target_modules": ["q_proj", "v_proj", "down_proj"]}
 VLLM = {"kind": "vllm", "python": ENGINE_PYTHON, "cache_bytes": 2**22}
@@ -87,7 +88,7 @@ def publish(engine: RolloutEngine, policy: PreTrainedModel, version: int, *, is_
     weights = published_weights(policy, as_adapters=True)
     sent = weights if is_complete else changing_weights(weights, policy, as_adapters=True)
     half = len(sent) // 2
-    buckets = (WeightsBucket(dict(list(sent.items())[part])) for part in (slice(half), slice(half, None)))
+    buckets = (bucket_of(dict(list(sent.items())[part])) for part in (slice(half), slice(half, None)))
     engine.load_weights(tensor_specs(sent), buckets, version, is_complete=is_complete)
 
 
@@ -159,7 +160,7 @@ def test_merged_weights_are_refused(started: tuple[RolloutEngine, Path], folder:
     engine, _ = started
     version, merged = engine.version, merged_weights(policy_of(folder, 1))
     with pytest.raises(WeightsError, match="don't fit the model"):
-        engine.load_weights(tensor_specs(merged), [WeightsBucket(merged)], 9)
+        engine.load_weights(tensor_specs(merged), [bucket_of(merged)], 9)
     assert engine.version == version
 
 

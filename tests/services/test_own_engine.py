@@ -3,10 +3,11 @@
 import json
 import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from flows.preflight import check_engine
-from infra.engines.base import EngineModel, Sampling, WeightsBucket, generate_all
+from infra.engines.base import EngineModel, Sampling, generate_all
 from infra.engines.open import engine_versions, open_engine
 from infra.engines.program import frames
 from infra.engines.program.engine import ProgramEngine
@@ -25,14 +26,17 @@ from infra.engines.program.process import EngineInstallation, StartedEngine
 from infra.engines.program.start import find_program, open_program
 from infra.models.flat_tensors import tensor_specs
 from infra.models.load import build_meta_model, load_model, load_tokenizer
+from infra.models.lora import add_adapter, is_adapter
+from infra.storage.shared_memory import choose_root
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.config.rollout import ProgramRollout
-from schemas.errors import ConfigError, EngineLostError, WorkerLostError
+from schemas.errors import ConfigError, EngineLostError, WeightsError, WorkerLostError
 from tests.support.configs import run_config
 from tests.support.engine_checks import (
     MAX_MODEL_LEN,
     PROMPTS,
     assert_branches_are_exact,
+    assert_damaged_buckets_are_refused,
     assert_degenerate_requests_work,
     assert_identical,
     assert_logprobs,
@@ -41,14 +45,15 @@ from tests.support.engine_checks import (
     assert_turns_are_exact,
     counting_python,
     greedy,
+    kill_in_the_middle,
     plain_logprobs,
     request,
     starts_of,
 )
-from tests.support.odd_engine import BEHAVIOUR, ODD, open_odd_engine
+from tests.support.odd_engine import BEHAVIOUR, ODD, calls_of, open_odd_engine
 from tests.support.progress import children_running
 from tests.support.tiny import make_tiny_model
-from tests.support.weight_tensors import load_state
+from tests.support.weight_tensors import bucket_of, load_state
 from tests.support.workplace import Workplace
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "own_engine" / "engine.py"
@@ -136,30 +141,59 @@ def test_it_takes_new_weights(engine: ProgramEngine, tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def test_a_bucket_that_is_not_what_was_sent_is_refused(engine: ProgramEngine, folder: Path, tmp_path: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    load_state(engine, state, version=0)
+    assert_damaged_buckets_are_refused(engine, state, tmp_path / "bucket")
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Have the kernel refuse larger files, those in memory included, as it does when memory is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_full_memory_leaves_no_version_and_an_engine_that_can_load(engine: ProgramEngine, folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    load_state(engine, state, version=0)
+    (before,) = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(9))
+    said = r"no shared memory for a bucket of \d{5} bytes of weights: .*; lower weights.bucket_bytes"
+    with files_of_at_most(2**12), pytest.raises(WeightsError, match=said):
+        load_state(engine, state, version=4)
+    assert engine.version is None
+    load_state(engine, state, version=0)
+    assert_identical(generate_all(engine, [request(PROMPTS[0], 1)], Sampling(9)), [before])
+
+
+def test_adapters_for_which_there_is_no_space(folder: Path, small_memory: Path) -> None:
+    shapes, lora = build_meta_model(ModelConfig(path=str(folder))), LoraConfig(rank=5000, publish="adapters")
+    add_adapter(shapes, lora)  # 12 MB, and the file system has 8 MiB
+    process, root = open_odd_engine(), choose_root(str(small_memory), 0)
+    engine = ProgramEngine(process, StartedEngine(**STARTED), shapes, lora=lora, shared_memory=str(small_memory))
+    adapters = {name: torch.zeros(each.shape) for name, each in shapes.named_parameters() if is_adapter(name)}
+    said = r"has no space for 12\d{6} bytes of adapters: No space left on device; .*runtime.shared_memory to another"
+    with pytest.raises(WeightsError, match=said):
+        engine.load_weights(tensor_specs(adapters), [bucket_of(adapters)], version=1, is_complete=False)
+    assert engine.version is None
+    assert calls_of(process) == []
+    assert not list(root.glob("adapters*"))
+    engine.close()
+
+
 @pytest.mark.parametrize("moment", ["load", "batch"])
 def test_a_kill_in_the_middle_loses_the_engine(folder: Path, moment: str) -> None:
     config = run_config(model={"path": str(folder)}, rollout={"kind": "program", "program": str(PROGRAM)})
     engine = open_engine(config, load_tokenizer(config.model))
-    state = load_file(folder / "model.safetensors")
-
-    def parts() -> Iterator[WeightsBucket]:
-        names = list(state)
-        yield WeightsBucket({name: state[name] for name in names[:5]})
-        os.kill(engine.processes[0], signal.SIGKILL)
-        yield WeightsBucket({name: state[name] for name in names[5:]})
-
-    def sample() -> None:
-        with closing(engine.open_rows(Sampling(20))) as rows:
-            rows.begin([request(PROMPTS[0], 1)])
-            rows.step()
-            os.kill(engine.processes[0], signal.SIGKILL)
-            while rows.num_unfinished:
-                rows.step()
-
-    with pytest.raises(EngineLostError, match=r"signal 9|SIGKILL|Killed"):
-        sample() if moment == "batch" else engine.load_weights(tensor_specs(state), parts(), version=1)
+    state, (program,) = load_file(folder / "model.safetensors"), engine.processes
+    with pytest.raises(EngineLostError, match=r"is lost: signal 9 \(Killed\)"):
+        kill_in_the_middle(engine, state, moment, lambda: os.kill(program, signal.SIGKILL))
     assert engine.is_lost
-    assert not engine.processes or not psutil.pid_exists(engine.processes[0])
+    assert not psutil.pid_exists(program)
 
 
 def test_its_last_words_are_in_the_error(folder: Path) -> None:

@@ -22,7 +22,7 @@ from infra.models.load import load_model, load_tokenizer
 from infra.weights.probe import check_probe
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
-from schemas.errors import ConfigError, EngineLostError, NonFiniteError, StaleWeightsError, VersionError, WeightsError
+from schemas.errors import ConfigError, EngineLostError, NonFiniteError, StaleWeightsError
 from schemas.weights import ProbeRow, WeightsHandle
 from tests.support.configs import run_config
 from tests.support.engine_checks import (
@@ -32,13 +32,18 @@ from tests.support.engine_checks import (
     NEEDS_VLLM,
     PROMPTS,
     UNFIT_WEIGHTS,
+    assert_branches_are_exact,
+    assert_damaged_buckets_are_refused,
     assert_degenerate_requests_work,
     assert_identical,
     assert_logprobs,
     assert_requests_have_limits_of_their_own,
     assert_requests_have_stops_of_their_own,
+    assert_sleeper_wakes_by_parts,
+    assert_stop_strings_end_responses,
     assert_stop_tokens_end_responses,
     assert_turns_are_exact,
+    assert_unfit_weights_change_nothing,
     counting_python,
     greedy,
     plain_logprobs,
@@ -223,23 +228,16 @@ def test_a_row_goes_on_with_at_most_a_block_of_its_history_computed_again(
     assert usage.prefilled <= 2 * (num_prompt + num_between + 2 * num_rows * BLOCK_TOKENS)  # it has played twice
 
 
+def test_rows_branch_as_those_of_every_engine(engine: ProgramEngine, model: PreTrainedModel) -> None:
+    assert assert_branches_are_exact(engine, model, joins=True)
+
+
 def test_responses_end_with_their_first_stop_token(engine: ProgramEngine) -> None:
     assert_stop_tokens_end_responses(engine, PROMPTS[0])
 
 
 def test_stop_strings_end_a_response_with_the_token_that_completes_them(engine: ProgramEngine, folder: Path) -> None:
-    unstopped = generate_all(engine, [request(PROMPTS[0], *range(16))], Sampling(60, top_k=0))
-    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
-    texts = [[tokenizer.decode(g.token_ids[: n + 1], skip_special_tokens=True) for n in range(60)] for g in unstopped]
-    stops = (texts[0][20].strip("\ufffd")[-2:], "A", "zz")
-    stopped = generate_all(engine, [request(PROMPTS[0], *range(16))], Sampling(60, stop=stops))
-    ended = 0
-    for before, after, prefixes in zip(unstopped, stopped, texts, strict=True):
-        hits = [n for n, text in enumerate(prefixes) if any(stop in text for stop in stops)]
-        assert after.token_ids.tolist() == before.token_ids[: hits[0] + 1 if hits else 60].tolist()
-        assert after.finish_reason == ("stop" if hits else "length")
-        ended += bool(hits)
-    assert 0 < ended < 16
+    assert_stop_strings_end_responses(engine, load_tokenizer(ModelConfig(path=str(folder))), PROMPTS[0])
 
 
 def test_degenerate_requests(engine: ProgramEngine) -> None:
@@ -280,17 +278,17 @@ def test_a_stale_weight_fails_the_probe(engine: ProgramEngine, model: PreTrained
     load_state(engine, dict(model.named_parameters()), version=0)
 
 
+def test_a_bucket_that_is_not_what_was_sent_is_refused(
+    engine: ProgramEngine, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    assert_damaged_buckets_are_refused(engine, dict(model.named_parameters()), tmp_path / "bucket")
+
+
 @UNFIT_WEIGHTS
 def test_weights_that_do_not_fit_change_nothing(
     engine: ProgramEngine, model: PreTrainedModel, changes: dict[str, torch.Tensor | None], text: str
 ) -> None:
-    before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
-    state = {name: torch.zeros_like(tensor) for name, tensor in model.named_parameters()} | changes
-    with pytest.raises(WeightsError, match="don't fit the model") as caught:
-        load_state(engine, {name: tensor for name, tensor in state.items() if tensor is not None}, version=1)
-    assert text in str(caught.value)
-    assert engine.version == 0
-    assert_identical(generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12)), before)
+    assert_unfit_weights_change_nothing(engine, model, changes, text)
 
 
 def test_asleep_it_frees_what_vllm_can_and_says_what_it_keeps(engine: ProgramEngine, model: PreTrainedModel) -> None:
@@ -306,18 +304,8 @@ def test_asleep_it_frees_what_vllm_can_and_says_what_it_keeps(engine: ProgramEng
 
 def test_in_sleep_mode_it_wakes_by_parts_and_samples_the_same(engine: ProgramEngine, model: PreTrainedModel) -> None:
     """As on CUDA, through the same calls of vLLM, which in its CPU build free nothing."""
-    before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
     started = StartedEngine(dtype="float32", itemsize=4, max_model_len=MAX_MODEL_LEN, processes=[], cache_bytes=1)
-    sleeper = ProgramEngine(engine._process, started, model, can_sleep=True)
-    assert sleeper.sleep(("weights", "cache")).freed.keys() == {"weights", "cache"}
-    assert sleeper.sleep(("weights", "cache")).freed == {}
-    assert (sleeper.version, sleeper.asleep) == (None, {"weights", "cache"})
-    with pytest.raises(VersionError, match=r"asleep \(cache and weights"):
-        generate_all(sleeper, [request(PROMPTS[0], 1)], Sampling(12))
-    assert sleeper.wake(("weights",)).resident.keys() == {"weights"}
-    load_state(sleeper, dict(model.named_parameters()), version=0)
-    assert sleeper.wake(("cache",)).resident.keys() == {"weights", "cache"}
-    assert_identical(generate_all(sleeper, [request(PROMPTS[0], 1)], Sampling(12)), before)
+    assert_sleeper_wakes_by_parts(ProgramEngine(engine._process, started, model, can_sleep=True), model)
 
 
 def test_diverged_weights_raise(engine: ProgramEngine, model: PreTrainedModel) -> None:

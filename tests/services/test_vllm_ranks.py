@@ -1,6 +1,5 @@
 """vLLM with two tensor-parallel ranks, each a process: what its engine returns, and that no process is left behind."""
 
-import mmap
 import os
 import signal
 import subprocess
@@ -11,35 +10,49 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from infra.engines.base import EngineModel, Sampling, WeightsBucket, generate, generate_all
 from infra.engines.program.engine import ProgramEngine
+from infra.engines.program.process import StartedEngine
 from infra.engines.vllm.start import open_vllm
-from infra.models.flat_tensors import buffer_as_tensor, flat_bytes, tensor_specs, tensor_views, write_tensors
-from infra.models.load import load_model
+from infra.models.flat_tensors import tensor_specs
+from infra.models.load import load_model, load_tokenizer
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
-from schemas.errors import ConfigError, EngineLostError, WorkerLostError
+from schemas.errors import ConfigError, EngineLostError, NonFiniteError, WorkerLostError
 from tests.support.engine_checks import (
     ENGINE_PYTHON,
     HEAD_DIM,
     MAX_MODEL_LEN,
     NEEDS_VLLM,
     PROMPTS,
+    UNFIT_WEIGHTS,
+    assert_branches_are_exact,
+    assert_damaged_buckets_are_refused,
+    assert_degenerate_requests_work,
     assert_identical,
     assert_logprobs,
+    assert_requests_have_limits_of_their_own,
+    assert_sleeper_wakes_by_parts,
+    assert_stop_strings_end_responses,
+    assert_stop_tokens_end_responses,
+    assert_turns_are_exact,
+    assert_unfit_weights_change_nothing,
     greedy,
+    kill_in_the_middle,
     plain_logprobs,
     request,
 )
 from tests.support.progress import wait_until
 from tests.support.tiny import make_tiny_model
-from tests.support.weight_tensors import load_state
+from tests.support.weight_tensors import bucket_of, load_state
 
 pytestmark = [NEEDS_VLLM, pytest.mark.extended]
 
 NUM_RANKS = 2
+ROLLOUT = VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**22, tensor_parallel=NUM_RANKS, stop=("never in any text",))
 HOST = """
 import sys
 import psutil
@@ -68,10 +81,20 @@ def model(folder: Path) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[ProgramEngine]:
     """One engine for all tests of this module, of which the last one ends it."""
-    rollout = VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**22, tensor_parallel=NUM_RANKS, prefix_cache="version")
-    started = open_vllm(rollout, EngineModel(ModelConfig(path=str(folder)), MAX_MODEL_LEN))
+    started = open_vllm(
+        ROLLOUT.replace(prefix_cache="version"), EngineModel(ModelConfig(path=str(folder)), MAX_MODEL_LEN)
+    )
     yield started
     started.close()
+
+
+@pytest.fixture
+def plain(engine: ProgramEngine, model: PreTrainedModel) -> ProgramEngine:
+    """The same engine with the folder's weights, which forgets prefixes between calls, and can sleep."""
+    started = StartedEngine(dtype="float32", itemsize=4, max_model_len=MAX_MODEL_LEN, processes=[], cache_bytes=1)
+    found = ProgramEngine(engine._process, started, model, can_sleep=True)
+    load_state(found, dict(model.named_parameters()), version=0)
+    return found
 
 
 def rank_processes(engine: ProgramEngine) -> list[psutil.Process]:
@@ -111,19 +134,40 @@ def test_ranks_generate_what_the_model_does(engine: ProgramEngine, model: PreTra
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
+def test_rows_end_and_go_on_as_those_of_every_engine(
+    plain: ProgramEngine, model: PreTrainedModel, folder: Path
+) -> None:
+    assert_stop_tokens_end_responses(plain, PROMPTS[0])
+    assert_stop_strings_end_responses(plain, load_tokenizer(ModelConfig(path=str(folder))), PROMPTS[0])
+    assert_requests_have_limits_of_their_own(plain, model)
+    assert assert_turns_are_exact(plain, model, joins=True)
+    assert assert_branches_are_exact(plain, model, joins=True)
+    assert_degenerate_requests_work(plain, PROMPTS[0])
+
+
+@UNFIT_WEIGHTS
+def test_weights_that_do_not_fit_change_nothing(
+    plain: ProgramEngine, model: PreTrainedModel, changes: dict[str, torch.Tensor | None], text: str
+) -> None:
+    assert_unfit_weights_change_nothing(plain, model, changes, text)
+
+
+def test_damaged_buckets_are_refused(plain: ProgramEngine, model: PreTrainedModel, tmp_path: Path) -> None:
+    assert_damaged_buckets_are_refused(plain, dict(model.named_parameters()), tmp_path / "bucket")
+
+
+def test_asleep_it_wakes_by_parts_and_samples_the_same(plain: ProgramEngine, model: PreTrainedModel) -> None:
+    assert_sleeper_wakes_by_parts(plain, model)
+
+
 def test_each_rank_loads_its_part_of_mapped_weights(engine: ProgramEngine, tmp_path: Path) -> None:
     other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1, head_dim=HEAD_DIM))))
     state = dict(other.named_parameters())
     load_state(engine, state, version=1)
     assert_engine_is(other, engine)
     third = load_model(ModelConfig(path=str(make_tiny_model(tmp_path / "third", seed=2, head_dim=HEAD_DIM))))
-    specs = tensor_specs(state)
-    path = tmp_path / "weights.bin"
-    with path.open("w+b") as file:
-        file.truncate(flat_bytes(specs))
-        buffer = buffer_as_tensor(mmap.mmap(file.fileno(), 0))
-    write_tensors(buffer, specs, third.named_parameters())
-    engine.load_weights(specs, [WeightsBucket(tensor_views(buffer, specs), path)], version=2)
+    bucket = bucket_of(dict(third.named_parameters()), tmp_path / "weights.bin")
+    engine.load_weights(tensor_specs(bucket.tensors), [bucket], version=2)
     assert_engine_is(third, engine)
     assert engine.version == 2
 
@@ -144,7 +188,7 @@ def test_weights_in_buckets_are_those_of_one_and_a_load_can_fail_between(
 ) -> None:
     other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1, head_dim=HEAD_DIM))))
     state = dict(other.named_parameters())
-    buckets = [WeightsBucket({name: tensor}) for name, tensor in state.items()]  # queries, keys and values apart
+    buckets = [bucket_of({name: tensor}) for name, tensor in state.items()]  # queries, keys and values apart
 
     def broken() -> Iterator[WeightsBucket]:
         yield from buckets[:4]
@@ -159,7 +203,7 @@ def test_weights_in_buckets_are_those_of_one_and_a_load_can_fail_between(
     load_state(engine, state, version=2)
     assert_identical(generate_all(engine, requests, sampling), after)
     attention = {name: tensor * 1.1 for name, tensor in state.items() if ".self_attn." in name}
-    engine.load_weights(tensor_specs(attention), [WeightsBucket(attention)], version=3, is_complete=False)
+    engine.load_weights(tensor_specs(attention), [bucket_of(attention)], version=3, is_complete=False)
     partly = generate_all(engine, requests, sampling)
     load_state(engine, state | attention, version=3)
     assert_identical(generate_all(engine, requests, sampling), partly)
@@ -174,6 +218,12 @@ def test_a_call_that_was_abandoned_can_be_repeated(engine: ProgramEngine) -> Non
     assert_identical([generation], [whole[number]])
     abandoned.close()  # type: ignore[attr-defined]
     assert_identical(generate_all(engine, requests, sampling), whole)
+
+
+def test_diverged_weights_raise(plain: ProgramEngine, model: PreTrainedModel) -> None:
+    load_state(plain, {name: torch.full_like(each, torch.nan) for name, each in model.named_parameters()}, version=1)
+    with pytest.raises(NonFiniteError, match="diverged"):  # and leaves such values in vLLM's cache
+        generate_all(plain, [request(PROMPTS[0], 1, 2)], Sampling(4))
 
 
 def test_ranks_end_with_a_killed_host(folder: Path) -> None:
@@ -191,12 +241,15 @@ def test_ranks_end_with_a_killed_host(folder: Path) -> None:
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
-def test_an_engine_that_loses_a_rank_ends_the_others_and_says_so(engine: ProgramEngine) -> None:
+@pytest.mark.parametrize("moment", ["batch", "load"])
+def test_an_engine_that_loses_a_rank_ends_the_others_and_says_so(
+    engine: ProgramEngine, model: PreTrainedModel, folder: Path, moment: str
+) -> None:
+    if engine.is_lost:  # by this test of another moment
+        engine = open_vllm(ROLLOUT, EngineModel(ModelConfig(path=str(folder)), MAX_MODEL_LEN))
     processes = rank_processes(engine)
-    generations = generate(engine, [request(PROMPTS[0], 1, 2)], Sampling(100, stop_token_ids=(5,)))
-    processes[1].kill()
     with pytest.raises(EngineLostError, match=r"vLLM's process .* is lost"):
-        list(generations)
+        kill_in_the_middle(engine, dict(model.named_parameters()), moment, processes[1].kill)
     wait_until(lambda: not any(process.is_running() for process in processes))
     with pytest.raises(EngineLostError, match="is lost"):
         engine.check()

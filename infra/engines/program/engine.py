@@ -19,13 +19,14 @@ from infra.engines.base import (
     check_prompts,
     require_awake,
 )
+from infra.engines.program import frames
 from infra.engines.program.process import CallFailedError, EngineProcess, StartedEngine
 from infra.models.flat_tensors import assign_slots, flat_bytes, shared_tensors, tensor_specs
 from infra.models.load import check_weights
 from infra.models.lora import is_adapter, save_adapters, without_adapter
 from infra.storage.shared_memory import SharedFolder, choose_root
 from schemas.config.model import LoraConfig
-from schemas.errors import EngineLostError, NonFiniteError
+from schemas.errors import EngineLostError, NonFiniteError, WeightsError
 from schemas.placement import EngineTag, MemoryChange, PartBytes
 from schemas.weights import TensorSpec
 
@@ -236,7 +237,8 @@ class ProgramEngine:
                 weight, all or none (`infra.weights.buckets.blocks`).
 
         Raises:
-            WeightsError: A name or shape is not the model's, or a weight is missing; nothing has been copied.
+            WeightsError: A name or shape is not the model's, or a weight is missing; nothing has been copied. Or a
+                bucket is damaged, or no memory is left for one; the engine has no version.
             EngineLostError: Its process failed or died; the engine has closed.
         """
         self.check()
@@ -251,7 +253,7 @@ class ProgramEngine:
                 taken = {name: tensor for name, tensor in bucket.tensors.items() if is_adapter(name)}
                 adapters |= {name: tensor.to("cpu", copy=True) for name, tensor in taken.items()}
                 if len(taken) < len(bucket.tensors):
-                    self._load_base(bucket)
+                    self._load_base(bucket, version)
         if adapters:
             assert self._lora is not None, "an engine without adapters has no such weights"
             with _saved(adapters, self._lora, self._shared_memory) as folder:
@@ -267,7 +269,7 @@ class ProgramEngine:
             if not self.is_lost:
                 self.call("finish_load")
 
-    def _load_base(self, bucket: WeightsBucket) -> None:
+    def _load_base(self, bucket: WeightsBucket, version: int) -> None:
         specs = tensor_specs(bucket.tensors)
         tensors = [
             (without_adapter(slot.spec.name), slot.spec.dtype, slot.spec.shape, slot.offset)
@@ -275,7 +277,16 @@ class ProgramEngine:
             if not is_adapter(slot.spec.name)
         ]
         with shared_tensors(specs, bucket.tensors) if bucket.file is None else nullcontext(str(bucket.file)) as path:
-            self.call("load", {"path": path, "num_bytes": flat_bytes(specs), "tensors": tensors})
+            sizes = {"path": path, "num_bytes": flat_bytes(specs), "checksum": bucket.checksum}
+            try:
+                self._process.call("load", sizes | {"tensors": tensors})
+            except CallFailedError as error:
+                if error.type != frames.ChecksumError.__name__:
+                    raise self.lose(f"{error.type}: {error}") from error
+                raise WeightsError(
+                    f"a bucket of the weights of version {version} is damaged as {self._process.name}'s process "
+                    f"{self._process.pid} maps it: {error}; the engine has no version now: publish them again"
+                ) from error
 
     def sleep(self, tags: Collection[EngineTag]) -> MemoryChange:
         """Give up memory; with the weights, the cache too. See `RolloutEngine.sleep`.
@@ -388,6 +399,11 @@ def _saved(adapters: Mapping[str, torch.Tensor], lora: LoraConfig, shared_memory
     try:
         save_adapters(adapters, lora, folder.path)
         yield folder.path
+    except OSError as error:
+        raise WeightsError(
+            f"{folder.path} has no space for {num_bytes} bytes of adapters: {error.strerror}; enlarge its file system "
+            "(for Docker: --shm-size), or set runtime.shared_memory to another folder"
+        ) from None
     finally:
         folder.remove()
 

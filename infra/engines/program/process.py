@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 
 from infra.engines.program import frames
 from infra.processes import lifeline
-from infra.processes.isolated import dies_within, has_died, kill_group, variables_of_another
+from infra.processes.isolated import dies_within, has_died, kill_group, kill_marked, variables_of_another
 from schemas.config.rollout import EngineDtype
 from schemas.errors import ConfigError, EngineLostError, WorkerLostError
 from schemas.placement import Device
@@ -30,6 +31,7 @@ MAX_WORDS = 200  # characters of them, in an error of one line
 ITEMSIZES: dict[EngineDtype, int] = {"float32": 4, "bfloat16": 2}
 CHECK_SECONDS = 1.0  # between two looks at whether it lives
 GRACE_SECONDS = 5.0  # to end by itself, once its connection is closed
+MARK = "SLUICE_ENGINE"  # the variable by which what it has started is found
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,8 @@ class StartedEngine(BaseModel):
 class EngineProcess:
     """A program's process, and the group of its children. All end with this process, however it ends.
 
+    What they start in other sessions is killed when it is closed or lost.
+
     Args:
         python: The interpreter.
         program: What it runs.
@@ -103,6 +107,7 @@ class EngineProcess:
         self.name, self._program = name, program
         self._seconds, self._key = seconds or LOOK_SECONDS, " (timeouts.engine_seconds)" if seconds else ""
         self._connection, theirs = socket.socketpair()
+        self._mark = secrets.token_hex(8)
         read, write = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -111,7 +116,7 @@ class EngineProcess:
                 stdout=write,
                 stderr=write,
                 pass_fds=(theirs.fileno(),),
-                env=dict(variables),
+                env={**variables, MARK: self._mark},
                 process_group=0,
             )
         except OSError:
@@ -309,6 +314,7 @@ class EngineProcess:
                 self._connection.shutdown(socket.SHUT_RDWR)
             has_ended = dies_within(self.pid, grace_seconds)
             self._ended = kill_group(self._process)
+            kill_marked(f"{MARK}={self._mark}")
             self._was_killed = has_ended and self._process.wait() < 0
             self._reader.join(GRACE_SECONDS)
             self._connection.close()

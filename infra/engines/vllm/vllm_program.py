@@ -163,7 +163,9 @@ class VllmProgram:
 
     def load(self, arguments: Arguments, buffers: list[bytearray]) -> Reply:
         """Copy the tensors of a file into the weights: for each its name, dtype, shape and offset in bytes."""
-        self._call_ranks("load_mapped", arguments["path"], arguments["num_bytes"], arguments["tensors"])
+        values = (arguments[name] for name in ("path", "num_bytes", "checksum", "tensors"))
+        for found in self._call_ranks("load_mapped", *values):
+            frames.compare(found, arguments["checksum"])
         return {}, []
 
     def finish_load(self, arguments: Arguments, buffers: list[bytearray]) -> Reply:

@@ -1,6 +1,7 @@
 """What runs in vLLM's workers: one per tensor-parallel rank, in the program's process if it is the only one.
 
 vLLM mixes `RankMethods` into its worker class by import name, and calls its methods by name: no function is pickled.
+The program has loaded the protocol as `sluice_frames`, in each rank's process, too.
 """
 
 import math
@@ -10,8 +11,10 @@ import resource
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 
 KIB = 1024
@@ -65,12 +68,17 @@ class RankMethods:
         with self._vllm_settings():
             initialize_layerwise_reload(model)
 
-    def load_mapped(self, path: str, num_bytes: int, tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> None:
+    def load_mapped(
+        self, path: str, num_bytes: int, checksum: str, tensors: Sequence[tuple[str, str, Sequence[int], int]]
+    ) -> str:
         """Copy this rank's part of whole tensors into its weights, from a file that is mapped, not read.
+
+        Returns the checksum of what is mapped; if that is another one, nothing is copied.
 
         Args:
             path: The file.
             num_bytes: Its size.
+            checksum: Its checksum.
             tensors: The name by the transformers model, the dtype, the shape and the offset in bytes of each.
         """
         with open(path, "rb") as file:  # all of its pages are there: mapped at once, not one by one when they are read
@@ -79,8 +87,11 @@ class RankMethods:
         with warnings.catch_warnings():  # torch has no read-only tensors
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        with self._vllm_settings():
-            self.model_runner.get_model().load_weights(_views(buffer, tensors))
+        found: str = import_module("sluice_frames").checksum(np.frombuffer(memory, dtype=np.int64))
+        if found == checksum:
+            with self._vllm_settings():
+                self.model_runner.get_model().load_weights(_views(buffer, tensors))
+        return found
 
     def finish_load(self) -> None:
         """Finish what `start_load` began, also if not all tensors came; layers without any keep their weights."""

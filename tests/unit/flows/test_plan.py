@@ -116,7 +116,7 @@ def test_people_see_plans_columns_bytes_and_warnings(sluice: Command) -> None:
     code, out, err = sluice("runtime.num_policy_ranks=3", "optim.updates_per_step=8", "--fill", "0.25")
     assert (code, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert lines[0] == "run tiny: 4 steps; advantage grpo, loss clipped, correction none"
+    assert lines[0] == "run tiny: 4 steps; advantage grpo, loss clipped, correction none, 0.01 x KL (k3) in the loss"
     assert any(line.startswith("one step: 16 rows, 144 prompt tokens (at most 9 a row), ") for line in lines)
     assert "updates: token budget 8,192, seed 0, 0 rows skipped" in lines
     assert "update ranks micro-batches rows tokens fill dummies imbalance loss tokens sequences" in lines
@@ -132,6 +132,38 @@ def test_people_see_plans_columns_bytes_and_warnings(sluice: Command) -> None:
     many = sluice("optim.updates_per_step=20")[1]
     assert "optim.updates_per_step = 20, but there are only enough rows for 16; lower it to that" in many
     assert "warning" not in sluice("optim.updates_per_step=16")[1]
+
+
+def test_the_first_line_names_the_whole_method(sluice: Command) -> None:
+    def first(*settings: str) -> str:
+        code, out, err = sluice(*settings)
+        assert (code, err) == (0, "")
+        return out.splitlines()[0]
+
+    changed = ("advantage.kind=rloo", "loss.kind=dppo", "correction.kind=rejected", "kl.estimator=k1")
+    assert first(*changed, "kl.in_reward=true", "rollout.sampling_mask=true", "rollout.top_p=0.9") == (
+        "run tiny: 4 steps; advantage rloo, loss dppo, correction rejected, 0.01 x KL (k1) subtracted from the reward, "
+        "scores over the sampling mask"
+    )
+    assert first("kl.coef=0", "optim.kind=muon") == (
+        "run tiny: 4 steps; advantage grpo, loss clipped, correction none, optimizer Muon"
+    )
+
+
+def test_it_says_what_is_learned_from_whom(sluice: Command) -> None:
+    hint = "distillation.teachers.own={prompt='{prompt} The answer is {answer}.'}"
+    printed = sluice("distillation.teachers.big={path='model', data_sources=['tiny', 'games']}", hint)[1]
+    assert (
+        "\ndistillation: on-policy, reverse KL of the sampled tokens; advantage of a token: 1 x (teacher's - policy's "
+        "log-prob); the reward is only reported\nteacher big of data source tiny, games: model\n"
+        "teacher own of all other sources: the policy itself; reads '{prompt} The answer is {answer}.'\n"
+    ) in printed
+    top = ("distillation.divergence=js", "distillation.top_k=7", "distillation.weight=0.5")
+    printed = sluice("distillation.teachers.big={path='model'}", *top, "distillation.reward_weight=2")[1]
+    assert (
+        "\ndistillation: on-policy, js over a teacher's 7 most likely tokens; loss of a token: 0.5 x that + 2 x that "
+        "of the reward\nteacher big of all rows: model\n"
+    ) in printed
 
 
 def test_a_prompt_that_samples_share_counts_once(sluice: Command) -> None:

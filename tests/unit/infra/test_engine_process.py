@@ -125,6 +125,20 @@ def test_it_ends_with_a_killed_host() -> None:
     wait_until(lambda: not psutil.pid_exists(pid))
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_it_starts_in_a_session_of_its_own_ends_with_it(is_killed: bool) -> None:
+    process = open_odd_engine(open="leave")
+    child = process.call("open")[0]["child"]
+    assert os.getsid(child) == child
+    if is_killed:
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(EngineLostError, match=r"signal 9 \(Killed\)"):
+            process.call("step")
+    else:
+        process.close()
+    wait_until(lambda: not psutil.pid_exists(child))
+
+
 def test_an_interpreter_that_is_missing_is_an_error() -> None:
     with pytest.raises(FileNotFoundError):
         EngineProcess("/nosuch/python", ODD, {BEHAVIOUR: "{}"}, "odd")

@@ -4,7 +4,7 @@ import pytest
 import ray
 import torch
 
-from infra.engines.base import Sampling, WeightsBucket, generate_all
+from infra.engines.base import Sampling, generate_all
 from infra.engines.embedded.engine import TransformersEngine
 from infra.models.flat_tensors import tensor_specs
 from infra.models.load import load_model
@@ -20,7 +20,7 @@ from tests.support.configs import run_config
 from tests.support.engine_checks import PROMPTS, assert_identical, request
 from tests.support.policies import load_policy
 from tests.support.tiny import make_tiny_model
-from tests.support.weight_tensors import RUN, load_state, same
+from tests.support.weight_tensors import RUN, bucket_of, load_state, same
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +101,11 @@ def test_frozen_weights_are_not_sent_again_and_the_engine_holds_the_same_bits(co
     specs = tensor_specs(changed)
     assert sent_bytes(specs, 2**20) < 0.5 * sent_bytes(tensor_specs(merged), 2**20)
     engine = TransformersEngine(load_model(config.model))
-    engine.load_weights(specs, [WeightsBucket(changed)], 1, is_complete=False)
+    engine.load_weights(specs, [bucket_of(changed)], 1, is_complete=False)
     assert same(dict(engine.model.named_parameters()), merged)
     engine.version = None  # as after a load that failed
     with pytest.raises(WeightsError, match="without a version was sent changed weights only"):
-        engine.load_weights(specs, [WeightsBucket(changed)], 1, is_complete=False)
+        engine.load_weights(specs, [bucket_of(changed)], 1, is_complete=False)
 
 
 def test_a_full_policy_changes_in_all_weights(config: RunConfig) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.losses import LossInputs, policy_loss
+from schemas.config.distillation import DistillationConfig
 from schemas.config.loss import (
     Aggregation,
     CispoLoss,
@@ -199,6 +200,7 @@ def loss_of(
     loss: LossConfig | None = None,
     kl: KlConfig = NO_KL,
     correction: CorrectionConfig = NO_CORRECTION,
+    distillation: DistillationConfig | None = None,
     **config: object,
 ) -> tuple[Tensor, Metrics]:
     return policy_loss(
@@ -209,6 +211,7 @@ def loss_of(
         norm_tokens=10,
         num_loss_tokens=num_tokens,
         num_live_sequences=num_sequences,
+        distillation=distillation,
     )
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_core.losses import LossInputs
+from schemas.config.distillation import DistillationConfig
 from schemas.config.loss import (
     Aggregation,
     ClippedLoss,
@@ -41,9 +42,12 @@ def random_inputs(lengths: list[int], seed: int) -> dict[str, Tensor]:
     columns = {name: -torch.rand(num_tokens, generator=generator, dtype=torch.float64) for name in names}
     columns["advantages"] = torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
     columns["loss_mask"] = torch.rand(num_tokens, generator=generator) < 0.7
+    columns["teacher_logprobs"] = -torch.rand(num_tokens, generator=generator, dtype=torch.float64)
+    columns["teacher_top_logprobs"] = -2 - torch.rand(num_tokens, 3, generator=generator, dtype=torch.float64)
     return columns
 
 
+@pytest.mark.parametrize("divergence", [None, "sampled", "reverse_kl", "js"])
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=8),
     seed=st.integers(0, 2**31),
@@ -52,12 +56,19 @@ def random_inputs(lengths: list[int], seed: int) -> dict[str, Tensor]:
     correction=st.sampled_from(list(CORRECTIONS.values())),
 )
 def test_sum_over_any_split_equals_the_whole(
-    lengths: list[int], seed: int, loss: LossConfig, aggregation: Aggregation, correction: CorrectionConfig
+    divergence: str | None,
+    lengths: list[int],
+    seed: int,
+    loss: LossConfig,
+    aggregation: Aggregation,
+    correction: CorrectionConfig,
 ) -> None:
     columns = random_inputs(lengths, seed)
     mask = columns["loss_mask"]
     num_live = max(1, sum(bool(part.any()) for part in torch.split(mask, lengths)))
     config = loss.replace(aggregation=aggregation, entropy_coef=0.02)
+    taught = {"teachers": {"big": {"path": "teacher"}}, "divergence": divergence, "weight": 0.7, "reward_weight": 1.3}
+    distillation = None if divergence is None else DistillationConfig.model_validate(taught)
 
     def loss_and_grad(groups: list[int]) -> tuple[Tensor, Tensor, Metrics]:
         leaf = columns["policy_logprobs"].clone().requires_grad_()
@@ -66,11 +77,15 @@ def test_sum_over_any_split_equals_the_whole(
             start, stop = sum(lengths[:row]), sum(lengths[: row + size])
             tokens = {name: column[start:stop] for name, column in columns.items()}
             tokens["policy_logprobs"] = leaf[start:stop]
-            # In place of the entropy, any tensor that depends on the policy.
+            # In place of the entropy and of the likely tokens, any tensors that depend on the policy.
             inputs = LossInputs.from_rows(
-                **tokens, entropy=-leaf[start:stop] / 2, response_lengths=torch.tensor(lengths[row : row + size])
+                **tokens,
+                policy_top_logprobs=leaf[start:stop, None] - torch.tensor([2.0, 3.0, 4.0], dtype=torch.float64),
+                entropy=-leaf[start:stop] / 2,
+                response_lengths=torch.tensor(lengths[row : row + size]),
             )
-            part, metrics = loss_of(inputs, max(1, int(mask.sum())), num_live, config, KlConfig(coef=0.05), correction)
+            counts = max(1, int(mask.sum())), num_live
+            part, metrics = loss_of(inputs, *counts, config, KlConfig(coef=0.05), correction, distillation)
             part.backward()
             total, row = total + part.detach(), row + size
             parts.append(metrics)
@@ -83,6 +98,7 @@ def test_sum_over_any_split_equals_the_whole(
     torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(split_grad, whole_grad, rtol=1e-12, atol=1e-12)
     assert values(split_metrics) == pytest.approx(values(whole_metrics))
+    assert ("teacher/kl" in whole_metrics) == (divergence is not None)
     if mask.any():
         assert whole_metrics["loss"].value == pytest.approx(whole.item())
 
