@@ -60,7 +60,7 @@ class StoreIndex(Pingable):
         self._own_node = ray.get_runtime_context().get_node_id()
         self._places = {self._own_node: (self._server.endpoint.location, str(self._own.path))}
         self._servers = dict[str, tuple[Any, FlightClient]]()  # of the other nodes, by location
-        self._reader = SharedColumnStore(run_id, lambda: self.join(self._own_node))
+        self._reader = SharedColumnStore(run_id, lambda: self._membership(self._places[self._own_node]))
         threading.Thread(target=self._maintenance_loop, daemon=True).start()
         self.end_without_driver(limits.owner, limits.driver_seconds, self.remove)
 
@@ -71,7 +71,9 @@ class StoreIndex(Pingable):
         Servers of several nodes start at the same time: each takes seconds, while ranks wait for each other.
         """
         with self._joining.setdefault(node, threading.Lock()):
-            place = self._places.get(node) or self._start_server(node)
+            return self._membership(self._places.get(node) or self._start_server(node))
+
+    def _membership(self, place: tuple[str, str]) -> Membership:
         endpoint, timeout = self._server.endpoint, self._limits.put_timeout_seconds
         return Membership(endpoint, self._index.incarnation, *place, timeout)
 
