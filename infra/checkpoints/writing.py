@@ -12,7 +12,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from infra.checkpoints.shards import SUFFIX, FileEntry, completed_future, encode_shard, file_entry, split_by_bytes
+from infra.checkpoints.shards import (
+    INDEX,
+    SUFFIX,
+    FileEntry,
+    ShardIndex,
+    completed_future,
+    encode_shard,
+    file_entry,
+    split_by_bytes,
+)
 from infra.storage.folder import Folder
 
 FILE_BYTES = 2**30  # approximate size of a rank's files, one of which is in memory while being written
@@ -69,23 +78,25 @@ class ShardWriter(StorageWriter):
         results: list[WriteResult] = []
         for number, items in enumerate(split_by_bytes(plan.items, _item_bytes, FILE_BYTES)):
             file = f"rank-{plan.storage_data:05d}-{number:05d}{SUFFIX}"
-            results += self._write(file, items, planner)
+            results.append(self._write(file, items, planner))
         return completed_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files: dict[str, FileEntry] = dict(result.storage_data for of_rank in results for result in of_rank)
-        self._commit(files, len(results))
+        written = {result.index.fqn: result.storage_data for of_rank in results for result in of_rank}
+        files: dict[str, FileEntry] = {file: entry for file, (entry, _) in written.items()}
+        index = ShardIndex.of({file: parts for file, (_, parts) in written.items()}).model_dump_json().encode()
+        self._folder.write(f"{self._name}/{INDEX}", index)
+        self._commit(files | {INDEX: file_entry(index)}, len(results))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return False  # never selected by id
 
-    def _write(self, file: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, file: str, items: list[WriteItem], planner: SavePlanner) -> WriteResult:
         tensors = {item.index.fqn: cast(Tensor, planner.resolve_data(item)) for item in items}
-        data = encode_shard(tensors, {item.index.fqn: tuple(item.index.offset or ()) for item in items})
+        data, parts = encode_shard(tensors, {item.index.fqn: tuple(item.index.offset or ()) for item in items})
         self._folder.write(f"{self._name}/{file}", data)
-        entry = file_entry(data)
-        return [WriteResult(item.index, _item_bytes(item), (file, entry)) for item in items]
+        return WriteResult(MetadataIndex(file), len(data), (file_entry(data), parts))
 
 
 def _item_bytes(item: WriteItem) -> int:
