@@ -116,8 +116,9 @@ class CheckpointStore(CheckpointFiles):
             )
             self._commit(manifest)
 
-        writer = ShardWriter(self._folder, step_name(version), lambda: self._clear(version), commit)
-        written = self._executor.submit(self._write, version, live, StagedPlanner(copies), writer, process_group)
+        planner = StagedPlanner(copies, lambda: self._clear(version))
+        writer = ShardWriter(self._folder, step_name(version), commit)
+        written = self._executor.submit(self._write, version, live, planner, writer, process_group)
         self._pending = PendingCheckpoint(version, written)
         return self._pending
 

@@ -30,13 +30,20 @@ FILE_BYTES = 2**30  # approximate size of a rank's files, one of which is in mem
 class StagedPlanner(DefaultSavePlanner):
     """Plans from the live tensors' shapes and placements, but writes the copies of this rank's parts.
 
+    A process keeps its plan: of many ranks, rank 0 would plan millions of parts in each save, which are the same.
+
     Args:
         copies: This rank's part of each tensor, on the CPU.
+        clear: Called once, on rank 0, before anything is planned: a plan that fails later would be kept.
     """
 
-    def __init__(self, copies: dict[str, Tensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._copies = copies
+    def __init__(self, copies: dict[str, Tensor], clear: Callable[[], None]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, enable_plan_caching=True)
+        self._copies, self._clear = copies, clear
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self._clear()
+        return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._copies[index.fqn]
@@ -48,18 +55,11 @@ class ShardWriter(StorageWriter):
     Args:
         folder: The folder of all checkpoints.
         name: The checkpoint's subfolder.
-        clear: Called once, on rank 0, before anything is written.
         commit: Called once, on rank 0, when all files are durable, with the files and the number of ranks.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        name: str,
-        clear: Callable[[], None],
-        commit: Callable[[dict[str, FileEntry], int], None],
-    ) -> None:
-        self._folder, self._name, self._clear, self._commit = folder, name, clear, commit
+    def __init__(self, folder: Folder, name: str, commit: Callable[[dict[str, FileEntry], int], None]) -> None:
+        self._folder, self._name, self._commit = folder, name, commit
 
     def reset(self, checkpoint_id: object = None) -> None:
         """Do nothing: a writer is made for one checkpoint."""
@@ -71,7 +71,6 @@ class ShardWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._clear()
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

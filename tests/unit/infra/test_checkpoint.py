@@ -223,6 +223,26 @@ def test_a_failed_save_says_why_and_leaves_the_previous_checkpoint(store: Checkp
     assert newest_version(store) == 2
 
 
+def test_a_save_that_failed_before_it_was_planned_is_planned_again(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 1)
+    more = tensors_of(2) | {"previous/a": torch.ones(2)}
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "_clear", lambda version: fail_with("no space"))
+        failing = store.save(2, more, num_updates=2, report=None)
+        with pytest.raises(CheckpointError, match="no space"):
+            failing.wait()
+    store.save(2, more, num_updates=2, report=None).wait()
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in more.items()}
+    store.load(2, loaded)
+    assert_equal(loaded, more)
+
+
+def fail_with(reason: str) -> None:
+    raise OSError(reason)
+
+
 def test_a_failure_without_a_waiter_is_raised_by_the_next_save(store: CheckpointStore) -> None:
     store.save(2, tensors_of(2), num_updates=2, report=None, write_assets=fail)
     with pytest.raises(CheckpointError, match="disk full"):
