@@ -28,7 +28,6 @@ from infra.checkpoints.shards import (
     DTYPES,
     LENGTH_BYTES,
     SUFFIX,
-    FileEntry,
     Part,
     ShardIndex,
     StoredTensor,
@@ -75,7 +74,7 @@ class ShardReader(StorageReader):
     Args:
         folder: The folder of all checkpoints.
         name: The checkpoint's subfolder.
-        files: The checkpoint's files, from its manifest.
+        files: The names of the checkpoint's files, from its manifest.
         index: Where its tensors are.
         tensors: The tensors to read, all of them in the index; of a DTensor, this process's part.
     """
@@ -84,11 +83,11 @@ class ShardReader(StorageReader):
         self,
         folder: Folder,
         name: str,
-        files: Mapping[str, FileEntry],
+        files: Iterable[str],
         index: ShardIndex,
         tensors: Mapping[str, Tensor],
     ) -> None:
-        self._folder, self._name, self._files = folder, name, files
+        self._folder, self._name, self._files = folder, name, sorted(filter(is_shard, files))
         self._index, self._tensors = index, tensors
 
     def reset(self, checkpoint_id: object = None) -> None:
@@ -96,8 +95,7 @@ class ShardReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata of the tensors, without the parts of which this process holds nothing."""
-        files, stored = sorted(filter(is_shard, self._files)), dict[MetadataIndex, _Stored]()
-        tensors: dict[str, STORAGE_TYPES] = {}
+        tensors, stored = dict[str, STORAGE_TYPES](), dict[MetadataIndex, _Stored]()
         for item in create_default_local_save_plan(dict(self._tensors), False).items:
             name, box = item.index.fqn, item.tensor_data.chunk if item.tensor_data else None
             assert box is not None, "only tensors are read"
@@ -105,7 +103,7 @@ class ShardReader(StorageReader):
             dtype, size = DTYPES[whole.dtype], torch.Size(whole.size)
             for file, start, *extent in parts_within(whole, box.offsets, box.sizes):
                 offsets, shape = torch.Size(extent[: len(size)]), torch.Size(extent[len(size) :])
-                stored[MetadataIndex(name, offsets)] = _Stored(files[file], start, dtype, shape)
+                stored[MetadataIndex(name, offsets)] = _Stored(self._files[file], start, dtype, shape)
                 chunks.append(ChunkStorageMetadata(offsets, shape))
             tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
         return Metadata(tensors, storage_data=stored)
@@ -126,7 +124,6 @@ class ShardReader(StorageReader):
                 by_file.setdefault(self._stored[item.storage_index].file, []).append(item)
         for file, items in by_file.items():
             path = f"{self._name}/{file}"
-            _check_size(self._folder, path, self._files[file])
             for batch in split_by_bytes(items, self._span_bytes, READ_BYTES):
                 for item, rows in zip(batch, _read_merged(self._folder, path, map(self._span, batch)), strict=True):
                     target = planner.resolve_tensor(item).detach()
@@ -156,18 +153,16 @@ def parts_within(tensor: StoredTensor, offsets: Sequence[int], sizes: Sequence[i
     return found
 
 
-def read_headers(folder: Folder, name: str, files: Mapping[str, FileEntry]) -> ShardIndex:
+def read_headers(folder: Folder, name: str, files: Iterable[str]) -> ShardIndex:
     """Return where a checkpoint's tensors are if it has no index, as those of earlier versions: from all headers.
 
     Raises:
-        CheckpointError: A file is missing, truncated, or not a safetensors file.
+        CheckpointError: A file can't be read, or is not a safetensors file.
     """
-    shards = {file: entry for file, entry in files.items() if is_shard(file)}
+    shards = list(filter(is_shard, files))
     paths = [f"{name}/{file}" for file in shards]
     with ThreadPoolExecutor(_HEADER_THREADS) as threads:  # object stores take their time for each of many files
-        return ShardIndex.of(
-            dict(zip(shards, threads.map(partial(_parts, folder), paths, shards.values()), strict=True))
-        )
+        return ShardIndex.of(dict(zip(shards, threads.map(partial(_parts, folder), paths), strict=True)))
 
 
 def is_shard(file: str) -> bool:
@@ -175,8 +170,7 @@ def is_shard(file: str) -> bool:
     return file.endswith(SUFFIX)
 
 
-def _parts(folder: Folder, path: str, entry: FileEntry) -> dict[str, Part]:
-    _check_size(folder, path, entry)
+def _parts(folder: Folder, path: str) -> dict[str, Part]:
     try:
         [head] = read_spans(folder, path, [(0, LENGTH_BYTES)])
         stop = LENGTH_BYTES + int(struct.unpack("<Q", head)[0])
@@ -186,11 +180,6 @@ def _parts(folder: Folder, path: str, entry: FileEntry) -> dict[str, Part]:
         raise CheckpointError(f"{folder}/{path} can't be read: {error}; try again") from error
     except (KeyError, ValueError, TypeError, struct.error) as error:
         raise CheckpointError(f"{folder}/{path} is not a shard of a checkpoint: {error!r}") from None
-
-
-def _check_size(folder: Folder, path: str, entry: FileEntry) -> None:
-    if (size := folder.size(path)) != entry.num_bytes:
-        raise CheckpointError(f"{folder}/{path} has {size or 0} bytes, expected {entry.num_bytes}")
 
 
 def _read_merged(folder: Folder, path: str, spans: Iterable[tuple[int, int]]) -> Iterator[bytes | memoryview]:

@@ -238,6 +238,7 @@ class CheckpointStore(CheckpointFiles):
         if version in self._opened:
             return self._opened[version]
         manifest = self.read_manifest(version)
+        self._check_sizes(version, manifest.files)
         if (entry := manifest.files.get(INDEX)) is None:
             return manifest, read_headers(self._folder, step_name(version), manifest.files)
         return manifest, ShardIndex.model_validate_json(self.read_file(version, INDEX, entry))
