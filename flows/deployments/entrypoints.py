@@ -184,7 +184,7 @@ async def prepare_data(
         seed: The task's seed.
         exclude: A file whose problems are skipped.
     """
-    from infra.datasets.reasoning_gym import parse_settings, write_problems  # not at the top: needs the extra `reasoning-gym`
+    from infra.datasets.reasoning_gym import parse_settings, write_problems  # not at the top: needs an extra
 
     asset = asset_at(out)
 
