@@ -320,7 +320,7 @@ async def next_rollout(
 async def _generate_ahead(run: RunHandle, policy: PolicyHandle, current: RolloutHandle) -> RolloutHandle:
     """Generate the next step's rollouts, for which it is opened: they may store rows of the steps after it."""
     open_store(run).open(policy.step)
-    return await generate_rollouts.named("next-rollout")(run, policy, current)
+    return await generate_rollouts.named("next-rollout")(run, policy, current, is_new=True)
 
 
 async def _find_previous_rollout(run: RunHandle, policy: PolicyHandle) -> RolloutHandle | None:

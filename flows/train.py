@@ -3,9 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
-from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -37,7 +35,7 @@ from flows.ui.reporter import RunReporter, logs_in_prefect, newest_steps_kept
 from infra.monitors import Monitors, open_monitors
 from infra.processes import infrequent_gc
 from infra.ray.tracing import traced_run
-from infra.storage.driver_lock import driver_lock, holds_lock, watch_lock
+from infra.storage.driver_lock import driver_lock, finish_in_thread, holds_lock, watch_lock
 from infra.storage.driver_log import driver_log
 from infra.storage.identity import claim_identity
 from infra.storage.lineage import load_fork
@@ -187,7 +185,7 @@ async def _training_loop(
 ) -> RunHandle:
     """Run all remaining steps; return the run's handle, since its column store may have been replaced."""
     logger, restarts, reason = get_run_logger(), 0, ""
-    await _keep_rows(directory, run.config)
+    await finish_in_thread(keep_rows, directory, run.config)
     await _start_workers(run)
     policy = await reconcile(run, directory)
     record_event(directory, policy)
@@ -274,13 +272,6 @@ async def _review(run: RunHandle, report: StepReport, reporter: RunReporter) -> 
     failed = await find_failed_queries(run, report.step)
     reporter.queries(report, failed)
     await ask_for_approval(run, report, failed)
-
-
-async def _keep_rows(directory: RunDirectory, config: RunConfig) -> None:
-    """Write the rows of supervised fine-tuning; one that is cancelled ends only after what is being written."""
-    with ThreadPoolExecutor(1) as thread:  # is waited for: what it writes is under the driver's lock
-        loop, context = asyncio.get_running_loop(), copy_context()  # the flow run, for the log
-        await loop.run_in_executor(thread, context.run, keep_rows, directory, config)
 
 
 async def _start_workers(run: RunHandle) -> None:

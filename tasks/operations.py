@@ -7,7 +7,7 @@ from functools import partial
 
 from infra.ray.actors import call
 from infra.ray.ranks import WorkerGroup
-from infra.storage.driver_lock import holds_lock, require_lock
+from infra.storage.driver_lock import finish_in_thread, holds_lock, require_lock
 from infra.storage.runs import RunDirectory
 from infra.stores.step_columns import sweep_steps
 from infra.workers import colocation
@@ -95,7 +95,7 @@ async def drop_superseded(run: RunHandle, policy: WorkerGroup, evals: Sequence[E
     """
     complete = await call(policy.ranks[0], "retain", evals)
     if complete is not None:
-        sweep_steps(run, complete)
+        await finish_in_thread(sweep_steps, run, complete)  # its requests may be many
     return complete
 
 

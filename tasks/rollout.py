@@ -1,5 +1,6 @@
 """The rollout stage: sync the workers' weights, generate and score samples, and replace zero-variance groups."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -40,7 +41,9 @@ from tasks.stage import stage
 
 
 @stage("rollout")
-async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: RolloutHandle | None = None) -> RolloutHandle:
+async def generate_rollouts(
+    run: RunHandle, policy: PolicyHandle, before: RolloutHandle | None = None, is_new: bool = False
+) -> RolloutHandle:
     """Generate and score this step's samples, in as many rounds as needed; the rows stay on their workers.
 
     They are sampled from the policy's own version, or from older ones if `runtime.max_staleness` allows it. With
@@ -50,6 +53,7 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: Rollou
         run: The run.
         policy: The policy whose step it is.
         before: The rollout of the step before, whose unfinished rows are continued; None: there are none.
+        is_new: Whether it was stored just now, so that no durable rows are read to check them; lost ones are an error.
 
     Raises:
         RewardFailureError: More of the step's rewards failed than the config allows.
@@ -59,7 +63,7 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: Rollou
         return await _describe_rows(run, policy)
     config, rounds, schedules = run.config.rollout, list[list[RolloutShard]](), find_schedules(run, policy.step)
     failures: str | None = None
-    begun = _find_begun(run, before) if before else {}
+    begun = await _find_begun(run, before, is_new) if before else {}
     if not begun and policy.step and run.config.runtime.max_staleness > 1:
         get_run_logger().warning(
             "the unfinished rows before step %d are lost: they are resampled with version %d only, so that the run "
@@ -129,7 +133,7 @@ async def _describe(
     return described
 
 
-def _find_begun(run: RunHandle, before: RolloutHandle) -> dict[int, Sequence[PartialGroups]]:
+async def _find_begun(run: RunHandle, before: RolloutHandle, is_new: bool) -> dict[int, Sequence[PartialGroups]]:
     """Return what a rollout has left unfinished, by shard; nothing if it is lost or damaged, or of other shards."""
     store, left = open_store(run), [shard for shard in before.shards if shard.unfinished]
     shards = shard_groups(run.config.rollout, range(run.config.rollout.num_prompts), 0)
@@ -141,8 +145,9 @@ def _find_begun(run: RunHandle, before: RolloutHandle) -> dict[int, Sequence[Par
         )
         return {}
     try:
-        for part in (part for shard in left for part in shard.unfinished):
-            store.verify(part.batch)
+        if not (is_new and run.config.store.is_durable):
+            parts = [part for shard in left for part in shard.unfinished]
+            await asyncio.gather(*(asyncio.to_thread(store.verify, part.batch) for part in parts))
     except StoreError as error:
         get_run_logger().warning("the unfinished rows of step %d can't be read: %s", before.step, error)
         return {}

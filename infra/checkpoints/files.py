@@ -1,6 +1,7 @@
 """The files of a run's checkpoints: list, verify, commit and remove them.
 
     step-000012/rank-00000-00000.safetensors   the part of each tensor that rank 0 held
+    step-000012/index.json                     where each part is
     step-000012/hf/config.json, ...            the files of a Hugging Face folder other than the weights
     step-000012/manifest.json                  written last: a folder without it is not a checkpoint
 

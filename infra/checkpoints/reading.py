@@ -1,15 +1,19 @@
 """Load through torch.distributed.checkpoint: each rank reads the rows that it holds, whichever ranks wrote them."""
 
-import json
 import math
 import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -20,12 +24,23 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from infra.checkpoints.shards import DTYPES, OFFSETS, SUFFIX, FileEntry, completed_future, read_spans, split_by_bytes
+from infra.checkpoints.shards import (
+    DTYPES,
+    LENGTH_BYTES,
+    SUFFIX,
+    Part,
+    ShardIndex,
+    StoredTensor,
+    completed_future,
+    decode_header,
+    read_spans,
+    split_by_bytes,
+)
 from infra.storage.folder import Folder
 from schemas.errors import CheckpointError
 
-READ_BYTES = 2**28  # fetched at once
-_HEADER_LENGTH_BYTES, _HEADER_THREADS = 8, 16
+READ_BYTES, RANGE_BYTES = 2**28, 2**26  # fetched at once, and by one request of these
+_HEADER_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -59,36 +74,39 @@ class ShardReader(StorageReader):
     Args:
         folder: The folder of all checkpoints.
         name: The checkpoint's subfolder.
-        files: The checkpoint's files, from its manifest.
+        files: The names of the checkpoint's files, from its manifest.
+        index: Where its tensors are.
+        tensors: The tensors to read, all of them in the index; of a DTensor, this process's part.
     """
 
-    def __init__(self, folder: Folder, name: str, files: dict[str, FileEntry]) -> None:
-        self._folder, self._name, self._files = folder, name, files
-        self._metadata: Metadata | None = None
+    def __init__(
+        self,
+        folder: Folder,
+        name: str,
+        files: Iterable[str],
+        index: ShardIndex,
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        self._folder, self._name, self._files = folder, name, sorted(filter(is_shard, files))
+        self._index, self._tensors = index, tensors
 
     def reset(self, checkpoint_id: object = None) -> None:
         """Do nothing: a reader is made for one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the tensors' metadata from the files' headers, which are read once.
-
-        Raises:
-            CheckpointError: A file is missing, truncated, or not a safetensors file.
-        """
-        if self._metadata is None:
-            self._metadata = self._read_headers()
-        return self._metadata
-
-    def _read_headers(self) -> Metadata:
-        stored: dict[MetadataIndex, _Stored] = {}
-        with ThreadPoolExecutor(_HEADER_THREADS) as threads:  # object stores take their time for each of many files
-            shards = {file: entry for file, entry in self._files.items() if file.endswith(SUFFIX)}
-            for parts in threads.map(self._parts, shards, shards.values()):
-                stored |= parts
-        chunks: dict[str, list[tuple[MetadataIndex, _Stored]]] = {}
-        for index, part in stored.items():
-            chunks.setdefault(index.fqn, []).append((index, part))
-        return Metadata({name: _tensor_metadata(parts) for name, parts in chunks.items()}, storage_data=stored)
+        """Return the metadata of the tensors, without the parts of which this process holds nothing."""
+        tensors, stored = dict[str, STORAGE_TYPES](), dict[MetadataIndex, _Stored]()
+        for item in create_default_local_save_plan(dict(self._tensors), False).items:
+            name, box = item.index.fqn, item.tensor_data.chunk if item.tensor_data else None
+            assert box is not None, "only tensors are read"
+            whole, chunks = self._index.tensors[name], []
+            dtype, size = DTYPES[whole.dtype], torch.Size(whole.size)
+            for file, start, *extent in parts_within(whole, box.offsets, box.sizes):
+                offsets, shape = torch.Size(extent[: len(size)]), torch.Size(extent[len(size) :])
+                stored[MetadataIndex(name, offsets)] = _Stored(self._files[file], start, dtype, shape)
+                chunks.append(ChunkStorageMetadata(offsets, shape))
+            tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+        return Metadata(tensors, storage_data=stored)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._stored: dict[MetadataIndex, _Stored] = metadata.storage_data
@@ -101,13 +119,13 @@ class ShardReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
+        for item in sorted(plan.items, key=self._span):
             if math.prod(item.lengths):
                 by_file.setdefault(self._stored[item.storage_index].file, []).append(item)
         for file, items in by_file.items():
+            path = f"{self._name}/{file}"
             for batch in split_by_bytes(items, self._span_bytes, READ_BYTES):
-                spans = [self._stored[item.storage_index].span(item) for item in batch]
-                for item, rows in zip(batch, read_spans(self._folder, f"{self._name}/{file}", spans), strict=True):
+                for item, rows in zip(batch, _read_merged(self._folder, path, map(self._span, batch)), strict=True):
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(self._stored[item.storage_index].part(item, rows))
                     planner.commit_tensor(item, target)
@@ -117,42 +135,64 @@ class ShardReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return False  # never selected by id
 
+    def _span(self, item: ReadItem) -> tuple[int, int]:
+        return self._stored[item.storage_index].span(item)
+
     def _span_bytes(self, item: ReadItem) -> int:
-        start, stop = self._stored[item.storage_index].span(item)
+        start, stop = self._span(item)
         return stop - start
 
-    def _parts(self, file: str, entry: FileEntry) -> dict[MetadataIndex, _Stored]:
-        path = f"{self._name}/{file}"
-        if (size := self._folder.size(path)) != entry.num_bytes:
-            raise CheckpointError(f"{self._folder}/{path} has {size or 0} bytes, expected {entry.num_bytes}")
-        try:
-            return _decode_header(file, *self._header(path))
-        except OSError as error:
-            raise CheckpointError(f"{self._folder}/{path} can't be read: {error}; try again") from error
-        except (KeyError, ValueError, TypeError, struct.error) as error:
-            raise CheckpointError(f"{self._folder}/{path} is not a shard of a checkpoint: {error!r}") from None
 
-    def _header(self, path: str) -> tuple[dict[str, Any], int]:
-        """Return a file's header, and the byte offset of its data."""
-        [head] = read_spans(self._folder, path, [(0, _HEADER_LENGTH_BYTES)])
-        stop = _HEADER_LENGTH_BYTES + int(struct.unpack("<Q", head)[0])
-        [text] = read_spans(self._folder, path, [(_HEADER_LENGTH_BYTES, stop)])
-        return json.loads(bytes(text)), stop
+def parts_within(tensor: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Return the parts of a tensor, as in its index, that overlap a box."""
+    start, dims = np.array(offsets, dtype=np.int64), len(tensor.size)
+    parts = np.asarray(tensor.parts).astype(np.int64).reshape(-1, 2 + 2 * dims)
+    firsts, lengths = parts[:, 2 : 2 + dims], parts[:, 2 + dims :]
+    overlaps = (firsts < start + np.array(sizes, dtype=np.int64)) & (firsts + lengths > start)
+    found: list[list[int]] = parts[overlaps.all(axis=1)].tolist()
+    return found
 
 
-def _decode_header(file: str, header: dict[str, Any], data_start: int) -> dict[MetadataIndex, _Stored]:
-    sharding = json.loads(header.pop("__metadata__")[OFFSETS])
-    return {
-        MetadataIndex(name, sharding[name]["saved_offsets"]): _Stored(
-            file, data_start + fields["data_offsets"][0], DTYPES[fields["dtype"]], tuple(fields["shape"])
-        )
-        for name, fields in header.items()
-    }
+def read_headers(folder: Folder, name: str, files: Iterable[str]) -> ShardIndex:
+    """Return where a checkpoint's tensors are if it has no index, as those of earlier versions: from all headers.
+
+    Raises:
+        CheckpointError: A file can't be read, or is not a safetensors file.
+    """
+    shards = list(filter(is_shard, files))
+    paths = [f"{name}/{file}" for file in shards]
+    with ThreadPoolExecutor(_HEADER_THREADS) as threads:  # object stores take their time for each of many files
+        return ShardIndex.of(dict(zip(shards, threads.map(partial(_parts, folder), paths), strict=True)))
 
 
-def _tensor_metadata(parts: list[tuple[MetadataIndex, _Stored]]) -> TensorStorageMetadata:
-    """Return the metadata of a whole tensor, whose size is the farthest extent of its parts."""
-    chunks = [ChunkStorageMetadata(torch.Size(index.offset or ()), torch.Size(part.shape)) for index, part in parts]
-    ends = [[start + length for start, length in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
-    size = torch.Size([max(stops) for stops in zip(*ends, strict=True)])
-    return TensorStorageMetadata(TensorProperties(dtype=parts[0][1].dtype), size, chunks)
+def is_shard(file: str) -> bool:
+    """Return whether a file of a checkpoint has tensors."""
+    return file.endswith(SUFFIX)
+
+
+def _parts(folder: Folder, path: str) -> dict[str, Part]:
+    try:
+        [head] = read_spans(folder, path, [(0, LENGTH_BYTES)])
+        stop = LENGTH_BYTES + int(struct.unpack("<Q", head)[0])
+        [text] = read_spans(folder, path, [(LENGTH_BYTES, stop)])
+        return decode_header(bytes(text), stop)
+    except OSError as error:
+        raise CheckpointError(f"{folder}/{path} can't be read: {error}; try again") from error
+    except (KeyError, ValueError, TypeError, struct.error) as error:
+        raise CheckpointError(f"{folder}/{path} is not a shard of a checkpoint: {error!r}") from None
+
+
+def _read_merged(folder: Folder, path: str, spans: Iterable[tuple[int, int]]) -> Iterator[bytes | memoryview]:
+    """Read byte ranges of a file, in order of their starts; those that touch are one range, up to `RANGE_BYTES`."""
+    wanted, merged = list(spans), list[tuple[int, int]]()
+    for start, stop in wanted:
+        if merged and start <= merged[-1][1] and stop - merged[-1][0] <= RANGE_BYTES:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    pieces = zip(merged, read_spans(folder, path, merged), strict=True)
+    (first, last), data = next(pieces)
+    for start, stop in wanted:
+        while not first <= start <= stop <= last:
+            (first, last), data = next(pieces)
+        yield data[start - first : stop - first]

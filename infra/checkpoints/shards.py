@@ -6,8 +6,8 @@ safetensors library doesn't guarantee, because it writes the header's metadata i
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 import torch
@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from infra.storage.folder import Folder
 from schemas.base import Frozen
+from schemas.packed import PackedInts
 
 SUFFIX = ".safetensors"
 
@@ -35,6 +36,8 @@ DTYPES = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 OFFSETS = "DCP_SHARDING_INFO"  # torch's key for {tensor: {"saved_offsets": [...]}}
+INDEX = "index.json"
+LENGTH_BYTES = 8  # of a header's length, which is before the header
 
 Item = TypeVar("Item")
 
@@ -46,8 +49,47 @@ class FileEntry(Frozen):
     checksum: str  # XXH3-64, hex
 
 
-def encode_shard(tensors: dict[str, Tensor], offsets: dict[str, Sequence[int]]) -> pa.Buffer:
-    """Encode a safetensors file; equal tensors give equal bytes.
+class Part(NamedTuple):
+    """One part of a tensor: its dtype, its first byte in the file, its offsets within the tensor, its shape."""
+
+    dtype: str
+    start: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class StoredTensor(Frozen):
+    """A whole tensor of a checkpoint, with D dimensions, and its P parts."""
+
+    dtype: str
+    size: tuple[NonNegativeInt, ...]  # D
+    parts: PackedInts  # [P, 2 + 2 D]: the file's number, the first byte in it, D offsets within the tensor, D sizes
+
+
+class ShardIndex(Frozen):
+    """Where all tensors of a checkpoint are: one file in place of the headers of all, which may be many."""
+
+    tensors: dict[str, StoredTensor]
+
+    @classmethod
+    def of(cls, parts_by_file: Mapping[str, Mapping[str, Part]]) -> "ShardIndex":
+        """Return the index of files, which are numbered in the order of their names."""
+        first, rows, sizes = dict[str, Part](), dict[str, list[int]](), dict[str, list[int]]()
+        for number, file in enumerate(sorted(parts_by_file)):
+            for name, part in parts_by_file[file].items():
+                first.setdefault(name, part)
+                rows.setdefault(name, []).extend((number, part.start, *part.offsets, *part.shape))
+                ends = [start + length for start, length in zip(part.offsets, part.shape, strict=True)]
+                sizes[name] = list(map(max, sizes.get(name, ends), ends))
+        tensors = {
+            name: StoredTensor(dtype=part.dtype, size=tuple(sizes[name]), parts=PackedInts(rows[name]))
+            for name, part in first.items()
+        }
+        return cls(tensors=tensors)
+
+
+def encode_shard(tensors: dict[str, Tensor], offsets: dict[str, Sequence[int]]) -> tuple[pa.Buffer, dict[str, Part]]:
+    """Encode a safetensors file, and return where its tensors are; equal tensors give equal bytes.
 
     Args:
         tensors: Parts of tensors, on the CPU, by name.
@@ -72,7 +114,33 @@ def encode_shard(tensors: dict[str, Tensor], offsets: dict[str, Sequence[int]]) 
     text += b" " * (-len(text) % 8)
     head = torch.frombuffer(bytearray(struct.pack("<Q", len(text)) + text), dtype=torch.uint8)
     parts = [tensors[name].contiguous().reshape(-1).view(torch.uint8) for name in names]
-    return pa.py_buffer(torch.cat([head, *parts]).numpy())  # torch copies without blocking other threads
+    data = pa.py_buffer(torch.cat([head, *parts]).numpy())  # torch copies without blocking other threads
+    return data, decode_header(text, LENGTH_BYTES + len(text))
+
+
+def decode_header(text: bytes, start: int) -> dict[str, Part]:
+    """Return the parts of tensors in a file, by name.
+
+    Args:
+        text: The file's header.
+        start: The byte after it.
+
+    Raises:
+        KeyError, ValueError, TypeError: It is not such a header.
+    """
+    header = json.loads(text)
+    sharding = json.loads(header.pop("__metadata__")[OFFSETS])
+    if unknown := {fields["dtype"] for fields in header.values()} - DTYPES.keys():
+        raise ValueError(f"dtypes {unknown}")
+    return {
+        name: Part(
+            fields["dtype"],
+            start + fields["data_offsets"][0],
+            tuple(sharding[name]["saved_offsets"]),
+            tuple(fields["shape"]),
+        )
+        for name, fields in header.items()
+    }
 
 
 def file_entry(data: bytes | pa.Buffer) -> FileEntry:

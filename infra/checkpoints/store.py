@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from infra.checkpoints.files import CheckpointFiles, Manifest, step_name
-from infra.checkpoints.reading import ShardReader
-from infra.checkpoints.shards import FileEntry
+from infra.checkpoints.reading import ShardReader, read_headers
+from infra.checkpoints.shards import DTYPES, INDEX, FileEntry, ShardIndex
 from infra.checkpoints.writing import ShardWriter, StagedPlanner
 from infra.storage import places
 from infra.storage.runs import RunDirectory
@@ -69,7 +68,7 @@ class CheckpointStore(CheckpointFiles):
         super().__init__(url, storage_options)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: PendingCheckpoint | None = None
-        self._opened: dict[int, tuple[ShardReader, Metadata]] = {}
+        self._opened: dict[int, tuple[Manifest, ShardIndex]] = {}
 
     def save(
         self,
@@ -117,19 +116,20 @@ class CheckpointStore(CheckpointFiles):
             )
             self._commit(manifest)
 
-        writer = ShardWriter(self._folder, step_name(version), lambda: self._clear(version), commit)
-        written = self._executor.submit(self._write, version, live, StagedPlanner(copies), writer, process_group)
+        planner = StagedPlanner(copies, lambda: self._clear(version))
+        writer = ShardWriter(self._folder, step_name(version), commit)
+        written = self._executor.submit(self._write, version, live, planner, writer, process_group)
         self._pending = PendingCheckpoint(version, written)
         return self._pending
 
     @contextmanager
     def opened(self, version: int) -> Iterator[None]:
-        """Read the headers of a checkpoint's files once for all calls of the block, which may be many.
+        """Read where a checkpoint's tensors are once for all calls of the block, which may be many.
 
         Raises:
             CheckpointError: The checkpoint or one of its files is missing.
         """
-        self._opened[version] = self._reader(version)
+        self._opened[version] = self._read_index(version)
         try:
             yield
         finally:
@@ -146,12 +146,13 @@ class CheckpointStore(CheckpointFiles):
             CheckpointError: The checkpoint or one of its files is missing, or a tensor is missing or has another shape
                 or dtype.
         """
-        reader, metadata = self._reader(version)
-        _check_tensors(self.path(version), metadata, tensors)
+        manifest, index = self._read_index(version)
+        _check_tensors(self.path(version), index, tensors)
+        values = {name: tensor.detach() for name, tensor in tensors.items()}
         try:
             load(
-                {name: tensor.detach() for name, tensor in tensors.items()},
-                storage_reader=reader,
+                values,
+                storage_reader=ShardReader(self._folder, step_name(version), manifest.files, index, values),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 no_dist=True,  # ranks read independently
             )
@@ -165,7 +166,7 @@ class CheckpointStore(CheckpointFiles):
             CheckpointError: The checkpoint or one of its files is missing, or a tensor is missing or has another shape
                 or dtype.
         """
-        _check_tensors(self.path(version), self._reader(version)[1], tensors)
+        _check_tensors(self.path(version), self._read_index(version)[1], tensors)
 
     def tensor_names(self, version: int) -> list[str]:
         """Return the names of a checkpoint's tensors.
@@ -173,7 +174,7 @@ class CheckpointStore(CheckpointFiles):
         Raises:
             CheckpointError: The checkpoint or one of its files is missing.
         """
-        return sorted(self._reader(version)[1].state_dict_metadata)
+        return sorted(self._read_index(version)[1].tensors)
 
     def read(self, version: int, name: str) -> Tensor:
         """Return a whole tensor of a checkpoint, on the CPU.
@@ -181,10 +182,9 @@ class CheckpointStore(CheckpointFiles):
         Raises:
             CheckpointError: The checkpoint, one of its files or the tensor is missing.
         """
-        stored = self._reader(version)[1].state_dict_metadata.get(name)
-        if not isinstance(stored, TensorStorageMetadata):
+        if (stored := self._read_index(version)[1].tensors.get(name)) is None:
             raise CheckpointError(f"{self.path(version)} has no tensor {name}")
-        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        tensor = torch.empty(stored.size, dtype=DTYPES[stored.dtype])
         self.load(version, {name: tensor})
         return tensor
 
@@ -234,11 +234,14 @@ class CheckpointStore(CheckpointFiles):
             raise CheckpointError(f"{path} can't be written: {_reasons(error)}") from error
         return path
 
-    def _reader(self, version: int) -> tuple[ShardReader, Metadata]:
+    def _read_index(self, version: int) -> tuple[Manifest, ShardIndex]:
         if version in self._opened:
             return self._opened[version]
-        reader = ShardReader(self._folder, step_name(version), self.read_manifest(version).files)
-        return reader, reader.read_metadata()
+        manifest = self.read_manifest(version)
+        self._check_sizes(version, manifest.files)
+        if (entry := manifest.files.get(INDEX)) is None:
+            return manifest, read_headers(self._folder, step_name(version), manifest.files)
+        return manifest, ShardIndex.model_validate_json(self.read_file(version, INDEX, entry))
 
 
 def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> CheckpointStore:
@@ -246,16 +249,14 @@ def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> Check
     return CheckpointStore(places.join(config.url, directory.run_id) if config.url else directory.checkpoints)
 
 
-def _check_tensors(path: str, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+def _check_tensors(path: str, index: ShardIndex, tensors: Mapping[str, Tensor]) -> None:
     problems = []
     for name, tensor in tensors.items():
-        stored = metadata.state_dict_metadata.get(name)
-        if not isinstance(stored, TensorStorageMetadata):
+        if (stored := index.tensors.get(name)) is None:
             problems.append(f"{name} is missing")
-        elif stored.size != tensor.size() or stored.properties.dtype != tensor.dtype:
+        elif stored.size != tuple(tensor.size()) or DTYPES[stored.dtype] != tensor.dtype:
             problems.append(
-                f"{name} is {list(stored.size)} {stored.properties.dtype}, "
-                f"expected {list(tensor.size())} {tensor.dtype}"
+                f"{name} is {list(stored.size)} {DTYPES[stored.dtype]}, expected {list(tensor.size())} {tensor.dtype}"
             )
     if problems:
         more = f" and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""

@@ -8,10 +8,13 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, NoReturn, ParamSpec, TypeVar
 
 from infra.storage.lease import Driver, Lease, held_lease, observe_driver
 from infra.storage.runs import RunDirectory
@@ -19,6 +22,9 @@ from schemas.errors import ConfigError, RunError
 
 PROBE_SECONDS = 0.2  # for which `is_driven` of other processes may hold the lock
 _POLL_SECONDS = 1.0
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @contextmanager
@@ -84,6 +90,13 @@ def require_lock(directory: RunDirectory) -> None:
     if (lease := _held(directory)) is not None:
         lease.look()
         lease.require()
+
+
+async def finish_in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run a function while the event loop goes on; cancelled, it ends only after it, which writes under the lock."""
+    with ThreadPoolExecutor(1) as thread:
+        call = partial(copy_context().run, function, *args, **kwargs)  # in the flow run's context, for the log
+        return await asyncio.get_running_loop().run_in_executor(thread, call)
 
 
 async def watch_lock(directory: RunDirectory) -> NoReturn:

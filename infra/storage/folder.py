@@ -117,6 +117,16 @@ class Folder:
         with self._reached():
             return [bytes(data) for data in self._fs.cat_ranges(paths, None, None, on_error="raise")]
 
+    def read_existing(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Return the contents of those of several small files that exist, by name, in order; see `read_all`."""
+        paths = [self._path(name) for name in names]
+        with self._reached():
+            found = self._fs.cat_ranges(paths, None, None, on_error="return") if paths else []
+            for data in found:
+                if isinstance(data, BaseException) and not isinstance(data, FileNotFoundError):
+                    raise data
+        return {name: bytes(data) for name, data in zip(names, found, strict=True) if not isinstance(data, OSError)}
+
     def size(self, name: str) -> int | None:
         """Return a file's size in bytes; None if there is no such file."""
         try:

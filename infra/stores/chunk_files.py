@@ -81,8 +81,13 @@ def load_record(folder: Folder, path: str, kind: type[Record]) -> Record | None:
         ChunkCorruptedError: The file is not such a record.
     """
     data = folder.read(path)
+    return None if data is None else parse_record(folder, path, data, kind)
+
+
+def parse_record(folder: Folder, path: str, data: bytes, kind: type[Record]) -> Record:
+    """Return the record that a file holds, with the errors of `load_record`."""
     try:
-        return None if data is None else kind.model_validate_json(data)
+        return kind.model_validate_json(data)
     except ValidationError as error:
         if (found := _format_of(data)) > FORMAT:
             raise RunError(
@@ -94,10 +99,10 @@ def load_record(folder: Folder, path: str, kind: type[Record]) -> Record | None:
         ) from None
 
 
-def _format_of(data: bytes | None) -> int:
+def _format_of(data: bytes) -> int:
     """Return the format of what may be a record; records before formats were counted are of format 1."""
     try:
-        found = json.loads(data or b"{}")
+        found = json.loads(data)
     except ValueError:
         return 1
     number = found.get("format") if isinstance(found, dict) else None
@@ -214,7 +219,11 @@ class ChunkFiles:
     def records(self, step: int) -> list[ChunkRecord]:
         """Return the records of the step's committed chunks, by key."""
         paths = sorted(path for path in self._folder.sizes(step_folder(step)) if is_record(path, step))
-        return [record for path in paths if (record := load_record(self._folder, path, ChunkRecord))]
+        return self._load(paths)
+
+    def find_all(self, keys: Sequence[ChunkKey]) -> list[ChunkRecord]:
+        """Return the records of those of these chunks that are committed."""
+        return self._load([record_path(key) for key in keys])
 
     def write(self, ref: ChunkRef, data: pa.Buffer, *, is_compressed: bool) -> None:
         """Write a chunk's bytes, then commit it.
@@ -258,11 +267,11 @@ class ChunkFiles:
                 blocks.load_all()
             return blocks
 
-    def delete(self, record: ChunkRecord) -> None:
-        """Delete a chunk: its record first, so that it is never half there."""
-        key = ChunkKey.parse(record.ref.key)
-        self._folder.remove(record_path(key))
-        self._folder.remove(data_path(key, record.checksum))
+    def delete(self, records: Sequence[ChunkRecord]) -> None:
+        """Delete chunks: their records first, so that none is ever half there."""
+        checksums = {ChunkKey.parse(record.ref.key): record.checksum for record in records}
+        self._folder.remove_all([record_path(key) for key in checksums])
+        self._folder.remove_all([data_path(key, checksum) for key, checksum in checksums.items()])
 
     def clear(self, step: int) -> None:
         """Remove all files of a step: records first, then bytes."""
@@ -299,6 +308,10 @@ class ChunkFiles:
             if path.endswith(DATA_SUFFIX) and (step := step_of(path)) is not None:
                 held[step] += size
         return held
+
+    def _load(self, paths: Sequence[str]) -> list[ChunkRecord]:
+        found = self._folder.read_existing(paths)
+        return [parse_record(self._folder, path, data, ChunkRecord) for path, data in found.items()]
 
 
 def _block_checksums(data: pa.Buffer) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ replays, which it only reads.
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -40,6 +41,7 @@ from schemas.batch import BatchHandle, ChunkKey, ChunkRef, StoreUsage
 from schemas.errors import RunError, StepNotOpenError, StoreError
 
 _POLL_SECONDS = 0.2
+_VERIFY_THREADS = 16
 NO_LIMIT = 2**63 - 1  # bytes
 
 
@@ -82,13 +84,10 @@ class FsspecColumnStore(ColumnStore):
         self._folder.write(open_path(step), b"")
 
     def delete(self, refs: Sequence[ChunkRef]) -> int:
-        freed = 0
-        for ref in refs:
-            record = self._files.find(self._key(ref))
-            if record and record.ref == ref:
-                self._files.delete(record)
-                freed += ref.num_bytes
-        return freed
+        found, wanted = self._files.find_all([self._key(ref) for ref in refs]), set(refs)
+        held = [record for record in found if record.ref in wanted]
+        self._files.delete(held)
+        return sum(record.ref.num_bytes for record in held)
 
     def clear(self, step: int) -> int:
         freed = self._files.bytes_by_step(step_folder(step))[step]  # a damaged record must not keep its chunk
@@ -144,8 +143,9 @@ class FsspecColumnStore(ColumnStore):
         )
 
     def verify(self, batch: BatchHandle) -> None:
-        for ref in batch.chunks:
-            self._load(ref)
+        with ThreadPoolExecutor(_VERIFY_THREADS) as threads:  # object stores take their time for each of many chunks
+            for _ in threads.map(self._check, batch.chunks):
+                pass
 
     def read_chunk(self, ref: ChunkRef) -> pa.RecordBatch:
         """Read all rows and columns of one chunk.
@@ -187,6 +187,9 @@ class FsspecColumnStore(ColumnStore):
                 for part in read.parts:
                     blocks.load_rows(part.names, part.starts, part.stops)
             return decode(blocks.buffer, read.names)
+
+    def _check(self, ref: ChunkRef) -> None:
+        self.read_chunk(ref)
 
     def _load(self, ref: ChunkRef) -> pa.Buffer:
         """Return all of a chunk's bytes, checked."""
@@ -274,10 +277,6 @@ class ReplayColumnStore(FsspecColumnStore):
     def __init__(self, run_id: str, url: str, source: FsspecColumnStore) -> None:
         super().__init__(run_id, url)
         self.source = source
-
-    def verify(self, batch: BatchHandle) -> None:
-        for ref in batch.chunks:
-            self.read_chunk(ref)
 
     def read_chunk(self, ref: ChunkRef) -> pa.RecordBatch:
         return self.source.read_chunk(ref) if self._is_of_source(ref) else super().read_chunk(ref)

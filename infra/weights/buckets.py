@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from infra.models.flat_tensors import flat_bytes, tensor_specs
 from infra.models.lora import changing_names, trainable_names
+from rl_core.training.sharding import full_tensor
 from schemas.weights import TensorSpec
 
 _BLOCK = re.compile(r".*?\.\d+\.[^.]+(?=\.)")  # such as model.layers.0.self_attn
@@ -74,10 +75,13 @@ def sent_specs(weights: Mapping[str, Tensor], dtype: str) -> tuple[TensorSpec, .
     )
 
 
-def cast(tensors: Iterable[tuple[str, Tensor]], specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor in the dtype of its spec, rounded to nearest even, as engines round."""
-    for (name, tensor), spec in zip(tensors, specs, strict=False):  # `write_tensors` compares them
-        yield name, tensor.detach().to(getattr(torch, spec.dtype))
+def gathered(weights: Mapping[str, Tensor], specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight whole, in the dtype of its spec, rounded to nearest even, as engines round.
+
+    Sharded ones are rounded before they are gathered, which is a collective: all ranks hold the whole tensor.
+    """
+    for (name, tensor), spec in zip(weights.items(), specs, strict=True):
+        yield name, full_tensor(tensor.detach().to(getattr(torch, spec.dtype)))
 
 
 def with_whole_blocks(weights: Mapping[str, Tensor], changed: Iterable[str]) -> dict[str, Tensor]:

@@ -101,7 +101,7 @@ class WeightSyncEndpoint:
         Args:
             version: The version.
             weights: The weights by name, maybe sharded.
-            tensors: The same, whole; see `infra.weights.stream.send_weights`.
+            tensors: The same, as `infra.weights.buckets.gathered` yields them.
             route: How to send.
             probe: The row that the receivers' engines are probed with; None: no probe.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from infra.engines.base import RolloutEngine, WeightsBucket
 from infra.engines.program import frames
 from infra.models.flat_tensors import buffer_as_tensor, flat_bytes, tensor_views, write_tensors
-from infra.weights.buckets import cast, join_gather, sent_bytes, split_buckets
+from infra.weights.buckets import join_gather, sent_bytes, split_buckets
 from infra.weights.weight_group import WeightGroup
 from schemas.errors import WeightsError
 from schemas.weights import LoadedWeights, SentWeights, WeightsHandle
@@ -90,7 +90,7 @@ def send_weights(
     Args:
         group: The group.
         carrier: What moves the buckets.
-        handle: The handle, whose specs are those of `tensors`, but for the dtype that they are cast to.
+        handle: The handle, with the specs of `tensors`.
         tensors: The whole tensors by name, in order, on any device. Each is taken once the previous one is written, so
             that sharded tensors can be gathered one at a time; all are taken even if a receiver is lost.
 
@@ -99,7 +99,6 @@ def send_weights(
         WorkerLostError: A receiver is gone, or did not take part in time.
     """
     started, remaining = time.perf_counter(), iter(tensors)
-    casted = cast(remaining, handle.tensors)
     try:
         with group.leave_on_error():
             head = buffer_as_tensor(handle.replace(files=carrier.files).model_dump_json().encode())
@@ -107,7 +106,7 @@ def send_weights(
             group.broadcast(head.to(group.device))
             for specs in split_buckets(handle.tensors, handle.bucket_bytes):
                 bucket = carrier.allocate(flat_bytes(specs))
-                write_tensors(bucket, specs, islice(casted, len(specs)))
+                write_tensors(bucket, specs, islice(remaining, len(specs)))
                 carrier.send(bucket, checksum(bucket))
                 del bucket
             carrier.finish()

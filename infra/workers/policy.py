@@ -26,7 +26,7 @@ from infra.models.load import describe_adapter
 from infra.models.lora import adapter_disabled, published_weights
 from infra.ray.tracing import traced
 from infra.storage.lineage import load_fork
-from infra.weights.buckets import changing_weights, join_gather
+from infra.weights.buckets import changing_weights, gathered, join_gather, sent_specs
 from infra.weights.endpoint import WeightSyncEndpoint
 from infra.weights.probe import score_probe
 from infra.workers.scoring import ScoringWorker
@@ -38,7 +38,7 @@ from rl_core.telemetry import micro_batch_seconds
 from rl_core.training import RankRows, Trainer, policy_columns, training_columns
 from rl_core.training.optimizer import moments_of
 from rl_core.training.rows import TOKEN_COLUMNS, layout_columns
-from rl_core.training.sharding import all_gather_object, full_tensor
+from rl_core.training.sharding import all_gather_object
 from rl_core.views import select
 from schemas.batch import BatchHandle
 from schemas.config.run import RunConfig
@@ -363,7 +363,7 @@ class PolicyWorker(ScoringWorker):
                 changing = changing_weights(weights, self._module.model, as_adapters=self._sends_adapters)
                 route = route.replace(is_complete=len(changing) == len(weights))
                 weights = changing
-            tensors = ((name, full_tensor(tensor)) for name, tensor in weights.items())
+            tensors = gathered(weights, sent_specs(weights, route.dtype))
             if self._rank == 0:
                 sent = self._weight_sync.send(version, weights, tensors, route, probe)
                 return sent.replace(probe_seconds=probe_seconds)

@@ -3,13 +3,16 @@
 import json
 import os
 import pickle
+from collections import Counter
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import polars
 import pyarrow as pa
 import pytest
 
+from infra.storage.folder import Folder
 from infra.stores.chunk_files import BLOCK_BYTES, FORMAT
 from infra.stores.files import FsspecColumnStore
 from rl_core.views import select
@@ -175,6 +178,42 @@ def test_a_remote_read_fetches_only_the_blocks_of_its_rows() -> None:
     assert result.equals(columns.select(result.schema.names).take(rows))
     assert sum(stop - start for start, stop in fetched) <= 8 * BLOCK_BYTES  # of 24
     assert len(fetched) == len(set(fetched))
+
+
+def test_the_files_of_many_chunks_are_read_and_removed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, calls = FsspecColumnStore(RUN, "memory://many"), Counter[str]()
+    store.open(1)
+    refs = put_batch(store, 1, [rollout_columns([2], seed) for seed in range(20)]).chunks
+    for name in ("read", "read_existing", "size", "sizes", "remove", "remove_all"):
+        own = getattr(Folder, name)
+        monkeypatch.setattr(
+            Folder, name, lambda *args, own=own, name=name, **named: calls.update([name]) or own(*args, **named)
+        )
+    assert {record.ref for record in store.records(1)} == {*refs}
+    assert calls == {"sizes": 1, "read_existing": 1}
+    store.drop_leftovers(1)
+    assert calls == {"sizes": 3, "read_existing": 2, "remove_all": 1}
+    missing = refs[0].replace(key=refs[0].key.replace("rollout", "behavior"))
+    other = refs[2].replace(incarnation="other")
+    assert store.delete([missing, *refs[:2], other, refs[0]]) == refs[0].num_bytes + refs[1].num_bytes
+    assert calls == {"sizes": 3, "read_existing": 3, "remove_all": 3}
+    assert {record.ref for record in store.records(1)} == {*refs[2:]}
+
+
+def test_the_chunks_of_a_batch_are_verified_at_the_same_time(
+    store: FsspecColumnStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, all_begun, opened = put_batch(store, 1, [rollout_columns([2], seed) for seed in range(8)]), Barrier(8), []
+
+    def open_together(*args: Any) -> Any:
+        all_begun.wait(60)
+        opened.append(args)
+        return own(*args)
+
+    own = store._files.open
+    monkeypatch.setattr(store._files, "open", open_together)
+    store.verify(batch)
+    assert len(opened) == 8
 
 
 def test_a_damaged_block_fails_only_the_reads_that_use_it(store: FsspecColumnStore) -> None:

@@ -130,6 +130,22 @@ def test_rows_are_read_across_nodes(store: SharedColumnStore, elsewhere: Any) ->
     assert store.read(some, COLUMNS).to_pylist() == [expected[row] for row in (11, 7, 6, 0, 9)]
 
 
+def test_a_node_whose_column_server_does_not_start_keeps_no_other_from_joining(
+    store: SharedColumnStore, ray_cluster: Cluster, elsewhere: Any
+) -> None:
+    stuck, index = add_node(ray_cluster), ray.get_actor(f"sluice/{RUN}/store", namespace="sluice")
+    raylet = psutil.Process(stuck.all_processes["raylet"][0].process.pid)
+    raylet.suspend()
+    try:
+        joining = [index.join.remote(stuck.node_id) for _ in range(8)]  # one for each of its ranks
+        assert Path(ray.get(elsewhere.folder.remote())) != Path(store._member.folder)
+        assert ray.wait(joining, timeout=0) == ([], joining)
+    finally:
+        raylet.resume()
+    assert len({member.folder for member in ray.get(joining)}) == 1
+    ray_cluster.remove_node(stuck)
+
+
 @pytest.mark.extended
 def test_only_the_rows_and_columns_asked_for_are_moved(
     store: SharedColumnStore, elsewhere: Any, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 `python -m tests.support.checkpoint_processes FOLDER` runs all of them and leaves the results in FOLDER.
 """
 
+import json
 import os
 import signal
 import sys
@@ -15,12 +16,15 @@ import torch._dynamo  # otherwise the optimizer imports it, in every process
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from infra.checkpoints.state import policy_tensors, restore_policy
+from infra.checkpoints.state import copy_trained, policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore
+from infra.checkpoints.writing import StagedPlanner
 from rl_core.training.sharding import make_mesh
 from tests.support.checkpoint_tensors import save_assets
 
@@ -63,12 +67,14 @@ def be_replica(rank: int, folder: Path) -> None:
     """Save and load as one of two replicas' two shards."""
     join(rank, NUM_RANKS * NUM_REPLICAS, folder / "rendezvous-replicas")
     mesh = make_mesh("cpu", NUM_RANKS * NUM_REPLICAS, NUM_REPLICAS)
+    save_again(rank, folder / "again-by-four", mesh)
     shard_and_save(rank, folder / "by-four", mesh)
     load_shards(rank, folder, "by-one", "loaded-by-four", mesh)
 
 
 def be_rank(rank: int, folder: Path) -> None:
     join(rank, NUM_RANKS, folder / "rendezvous")
+    save_again(rank, folder / "again-by-two")
     shard_and_save(rank, folder / "by-two")
     for source in ("by-one", "by-two", "by-four"):
         load_shards(rank, folder, source, "loaded-by-two")
@@ -90,6 +96,32 @@ def shard_and_save(rank: int, folder: Path, mesh: DeviceMesh | None = None) -> N
     pending.wait()
     if rank == 0:
         save_file(expected, folder / "expected.safetensors")
+
+
+def save_again(rank: int, folder: Path, mesh: DeviceMesh | None = None) -> None:
+    """Save four versions: the third after a restore, the last with the previous weights; note what rank 0 plans."""
+    store, (model, optimizer) = CheckpointStore(str(folder)), sharded_model(mesh)
+    create, planned = StagedPlanner.create_global_plan, list[int]()
+
+    def counted(planner: StagedPlanner, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        planned.append(sum(len(plan.items) for plan in plans))
+        return create(planner, plans)
+
+    StagedPlanner.create_global_plan = counted  # type: ignore[method-assign]
+    for version in range(1, 5):
+        if version == 3:
+            model, optimizer = sharded_model(mesh)
+            restore_policy(store, 2, model, optimizer)
+        previous = copy_trained(model) if version == 4 else None
+        train(model, optimizer)
+        tensors = policy_tensors(model, optimizer, previous)
+        store.save(version, tensors, num_updates=version, report=None, process_group=group()).wait()
+        expected = {name: whole(value) for name, value in tensors.items()}
+        if rank == 0:
+            save_file(expected, folder / f"expected-{version}.safetensors")
+    if rank == 0:
+        (folder / "planned.json").write_text(json.dumps(planned))
+    StagedPlanner.create_global_plan = create  # type: ignore[method-assign]
 
 
 def load_shards(rank: int, folder: Path, source: str, name: str, mesh: DeviceMesh | None = None) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from infra.checkpoints.files import Manifest
+from infra.checkpoints.files import Manifest, step_name
+from infra.checkpoints.shards import INDEX
 from infra.checkpoints.store import CheckpointStore
 
 SHARD = "rank-00000-00000.safetensors"
@@ -34,6 +35,13 @@ def load(store: CheckpointStore, version: int) -> dict[str, torch.Tensor]:
     return into
 
 
+def drop_index(store: CheckpointStore, version: int) -> None:
+    """Make a checkpoint one of an earlier version, which has no index."""
+    manifest = store.read_manifest(version)
+    store._commit(manifest.replace(files={name: file for name, file in manifest.files.items() if name != INDEX}))
+    store._folder.remove(f"{step_name(version)}/{INDEX}")
+
+
 def newest_version(store: CheckpointStore) -> int | None:
     found = store.newest()
     return None if found is None else found[0]
@@ -57,7 +65,7 @@ def assert_checkpoints_are_kept(url: str, options: dict[str, Any] | None = None)
     found = again.newest()
     assert found is not None
     assert isinstance(found[1], Manifest)
-    assert (found[0], len(found[1].files)) == (3, 3)
+    assert (found[0], len(found[1].files)) == (3, 4)
     store._folder.write("step-000003/rank-00000-00000.safetensors", b"damage")
     assert newest_version(again) == 2
     with store.assets(2) as folder:

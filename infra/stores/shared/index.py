@@ -28,6 +28,8 @@ from schemas.batch import ChunkKey, ChunkRef
 from schemas.errors import ChunkNotFoundError, WorkerLostError
 
 _MAINTENANCE_SECONDS = 2.0
+_JOIN = "join"
+_OPTIONS = {"concurrency_groups": {**ACTOR_OPTIONS["concurrency_groups"], _JOIN: 64}}
 _OF_INDEX = ("open", "save_batch", "load_batch", "steps", "chunks", "usage")  # requests that `ChunkIndex` answers
 _OF_FILES = ("put", "files", "forget_server", "delete", "clear", "remove")
 
@@ -46,7 +48,8 @@ class StoreIndex(Pingable):
 
     def __init__(self, run_id: str, limits: Limits, incarnation: str | None) -> None:
         self._run_id, self._limits = run_id, limits
-        self._lock = threading.Condition()  # guards the index; notified when it frees capacity
+        self._lock = threading.Condition()  # guards the index and servers; notified when it frees capacity
+        self._joining = dict[str, threading.Lock]()  # by node
         self._dropped: list[File] = []  # files that no chunk needs any more
         self._index = ChunkIndex[File](limits.capacity_bytes, incarnation, on_drop=self._dropped.append)
         self._own = NodeFiles(run_id, limits.capacity_bytes, limits.shared_memory)
@@ -57,22 +60,22 @@ class StoreIndex(Pingable):
         self._own_node = ray.get_runtime_context().get_node_id()
         self._places = {self._own_node: (self._server.endpoint.location, str(self._own.path))}
         self._servers = dict[str, tuple[Any, FlightClient]]()  # of the other nodes, by location
-        self._reader = SharedColumnStore(run_id, lambda: self.join(self._own_node))
+        self._reader = SharedColumnStore(run_id, lambda: self._membership(self._places[self._own_node]))
         threading.Thread(target=self._maintenance_loop, daemon=True).start()
         self.end_without_driver(limits.owner, limits.driver_seconds, self.remove)
 
+    @ray.method(concurrency_group=_JOIN)
     def join(self, node: str) -> Membership:
-        """Return what a client on a node needs; an actor call. The node gets a column server, unless it has one."""
-        if node not in self._places:
-            pinned = NodeAffinitySchedulingStrategy(node, soft=False)
-            actor: Any = ray.remote(ColumnServer).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned)
-            own, limits = self._server.endpoint, self._limits
-            server = actor.remote(self._run_id, limits, own.token)
-            location, folder = ray.get(server.place.remote())
-            self._servers[location] = server, FlightClient(own._replace(location=location))
-            self._places[node] = location, folder
+        """Return what a client on a node needs; an actor call. The node gets a column server, unless it has one.
+
+        Servers of several nodes start at the same time: each takes seconds, while ranks wait for each other.
+        """
+        with self._joining.setdefault(node, threading.Lock()):
+            return self._membership(self._places.get(node) or self._start_server(node))
+
+    def _membership(self, place: tuple[str, str]) -> Membership:
         endpoint, timeout = self._server.endpoint, self._limits.put_timeout_seconds
-        return Membership(endpoint, self._index.incarnation, *self._places[node], timeout)
+        return Membership(endpoint, self._index.incarnation, *place, timeout)
 
     def put(self, key: str, num_rows: int, num_bytes: int, file: list[str]) -> dict[str, Any]:
         """Add a chunk that a client has written, once it fits; return its reference.
@@ -120,6 +123,17 @@ class StoreIndex(Pingable):
                 self._request(location, "remove")
         self._own.remove()
 
+    def _start_server(self, node: str) -> tuple[str, str]:
+        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor: Any = ray.remote(ColumnServer).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned)
+        own, limits = self._server.endpoint, self._limits
+        server = actor.remote(self._run_id, limits, own.token)
+        location, folder = ray.get(server.place.remote())
+        with self._lock:
+            self._servers[location] = server, FlightClient(own._replace(location=location))
+            self._places[node] = location, folder
+        return location, folder
+
     def _ask_index(self, method: str, *args: Any) -> Any:
         with self._lock:
             return getattr(self._index, method)(*args)
@@ -136,7 +150,7 @@ class StoreIndex(Pingable):
         with self._lock:
             dropped, self._dropped[:] = list(self._dropped), []
             spare = self._index.spare_bytes()
-        names: dict[str, list[str]] = {location: [] for location in self._servers}
+            names: dict[str, list[str]] = {location: [] for location in self._servers}
         for location, name in dropped:
             names.setdefault(location, []).append(name)
         self._own.free(names.pop(self._server.endpoint.location, []), spare)
@@ -228,7 +242,7 @@ def start_shared_store(
     name = index_name(identity or run_id)
     kill_actors([name])  # it may be stopped, and would never answer
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"scheduling_strategy": here, **ACTOR_OPTIONS}
+    options = {"scheduling_strategy": here, **_OPTIONS}
     index = create_actor(name, StoreIndex, run_id, limits, incarnation, options=options)
     return _open(run_id, index)
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from infra.checkpoints import reading, shards, writing
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore, open_checkpoints
+from infra.storage.folder import Folder
 from infra.storage.runs import RunDirectory
 from schemas.batch import StoreTraffic
 from schemas.config.store import CheckpointConfig
@@ -25,6 +26,7 @@ from tests.support.checkpoint_tensors import (
     SHARD,
     assert_checkpoints_are_kept,
     assert_equal,
+    drop_index,
     load,
     newest_version,
     save,
@@ -111,6 +113,51 @@ def test_any_tensors_come_back_from_files_of_any_size(fields: dict[str, tuple], 
     assert_equal(loaded, tensors)
 
 
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_load_reads_one_range_of_each_file_that_it_needs_and_no_header(
+    has_index: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, asked = CheckpointStore(f"memory://asked-{has_index}"), list[tuple[str, int]]()
+    tensors = {f"model/{n}": torch.full((2, 3), float(n)) for n in range(8)}  # 24 bytes each
+    monkeypatch.setattr(writing, "FILE_BYTES", 100)
+    store.save(1, tensors, num_updates=0, report=None).wait()
+    if not has_index:
+        drop_index(store, 1)
+    read, read_ranges = Folder.read, Folder.read_ranges
+    monkeypatch.setattr(Folder, "read", lambda folder, name: asked.append((name[12:], 1)) or read(folder, name))
+    monkeypatch.setattr(
+        Folder,
+        "read_ranges",
+        lambda folder, name, ranges: asked.append((name[12:], len(ranges))) or read_ranges(folder, name, ranges),
+    )
+    for names, num_files in ((["model/5", "model/4"], 1), (tensors, 2)):
+        loaded = {name: torch.zeros(2, 3) for name in names}
+        store.load(1, loaded)
+        assert_equal(loaded, {name: tensors[name] for name in names})
+        files = ["rank-00000-00001.safetensors", SHARD][:num_files]
+        first = [("manifest.json", 1), *([("index.json", 1)] if has_index else [(SHARD, 1), (files[0], 1)] * 2)]
+        assert sorted(asked) == sorted([*first, *((file, 1) for file in files)])
+        asked.clear()
+    monkeypatch.setattr(reading, "RANGE_BYTES", 50)
+    store.load(1, {name: torch.zeros(2, 3) for name in tensors})
+    assert asked[-1][1] == 2  # of 96 bytes
+
+
+def test_only_parts_that_overlap_what_a_rank_holds_are_looked_at() -> None:
+    def part(row: int, rows: int) -> shards.Part:
+        return shards.Part("F32", 100 + row, (row, 0), (rows, 3))
+
+    files = {"b": {"w": part(300, 5)}, "a": {"w": part(0, 300)}, "c": {"w": part(305, 0), "step": part(0, 0)}}
+    files["c"]["step"] = shards.Part("F32", 8, (), ())
+    index = shards.ShardIndex.model_validate_json(shards.ShardIndex.of(files).model_dump_json())
+    tensor = index.tensors["w"]
+    assert (tensor.dtype, tensor.size) == ("F32", (305, 3))
+    assert reading.parts_within(tensor, (0, 0), (300, 3)) == [[0, 100, 0, 0, 300, 3]]
+    assert reading.parts_within(tensor, (299, 0), (6, 3)) == [[0, 100, 0, 0, 300, 3], [1, 400, 300, 0, 5, 3]]
+    assert reading.parts_within(tensor, (300, 0), (0, 3)) == []
+    assert reading.parts_within(index.tensors["step"], (), ()) == [[2, 8]]
+
+
 def test_equal_tensors_give_equal_files(tmp_path: Path) -> None:
     expected = tensors_of(1)
     views = {name: tensor.repeat(2, *[1] * (tensor.dim() - 1))[: len(tensor)] if tensor.dim() else tensor
@@ -174,6 +221,26 @@ def test_a_failed_save_says_why_and_leaves_the_previous_checkpoint(store: Checkp
     assert newest_version(store) == 1
     save(store, 2)
     assert newest_version(store) == 2
+
+
+def test_a_save_that_failed_before_it_was_planned_is_planned_again(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 1)
+    more = tensors_of(2) | {"previous/a": torch.ones(2)}
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "_clear", lambda version: fail_with("no space"))
+        failing = store.save(2, more, num_updates=2, report=None)
+        with pytest.raises(CheckpointError, match="no space"):
+            failing.wait()
+    store.save(2, more, num_updates=2, report=None).wait()
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in more.items()}
+    store.load(2, loaded)
+    assert_equal(loaded, more)
+
+
+def fail_with(reason: str) -> None:
+    raise OSError(reason)
 
 
 def test_a_failure_without_a_waiter_is_raised_by_the_next_save(store: CheckpointStore) -> None:

@@ -10,7 +10,7 @@ import pytest
 from infra.checkpoints.store import CheckpointStore
 from infra.workers.policy import PolicyCheckpoints
 from schemas.errors import CheckpointError
-from tests.support.checkpoint_tensors import SHARD, newest_version, save, save_assets, tensors_of
+from tests.support.checkpoint_tensors import SHARD, drop_index, newest_version, save, save_assets, tensors_of
 from tests.support.configs import run_config
 from tests.support.tiny import make_tiny_model
 
@@ -94,6 +94,7 @@ def test_a_manifest_that_names_files_elsewhere_is_rejected(store: CheckpointStor
 
 def test_a_file_that_is_not_a_shard_is_named(store: CheckpointStore) -> None:
     shard = Path(save(store, 1), SHARD)
+    drop_index(store, 1)
     for content in (b"\xff" * shard.stat().st_size, b"\x02" + bytes(7) + b"{}" + bytes(shard.stat().st_size - 10)):
         shard.write_bytes(content)
         with pytest.raises(CheckpointError, match=f"{SHARD} is not a shard"):

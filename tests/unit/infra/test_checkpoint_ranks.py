@@ -1,5 +1,6 @@
 """Checkpoints of several ranks, and saves that are killed, in processes of their own (`checkpoint_processes`)."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,21 @@ def test_checkpoints_of_any_ranks_are_the_same(processes: Path, source: str, num
         assert_equal(load_file(loaded_file), expected)
     assert (folder / "loaded-by-two.safetensors").exists()
     assert (folder / "loaded-by-four.safetensors").exists() == (source == "by-one")
+
+
+@pytest.mark.parametrize("source", ["again-by-two", "again-by-four"])
+def test_what_ranks_save_again_is_planned_once_and_written_whole(processes: Path, source: str) -> None:
+    store, folder = CheckpointStore(str(processes / source)), processes / source
+    for version in range(1, 5):
+        expected = load_file(folder / f"expected-{version}.safetensors")
+        assert store.verify(version)
+        assert store.tensor_names(version) == sorted(expected)
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+        store.load(version, loaded)
+        assert_equal(loaded, expected)
+    first, second, restored, with_previous = json.loads((folder / "planned.json").read_text())
+    assert second == restored == 0
+    assert with_previous > first > 0
 
 
 def test_each_rank_writes_its_part_and_replicated_tensors_are_written_once(processes: Path) -> None:

@@ -1,10 +1,13 @@
 """A step that is opened again: what its committed stages have put is kept, the rest is deleted."""
 
+import asyncio
 import logging
+import threading
 from pathlib import Path
 
 import pytest
 
+from infra.ray.ranks import WorkerGroup
 from infra.storage.ledger import stage_key, step_folder
 from infra.stores.chunk_files import open_path
 from infra.stores.chunk_index import MemoryStore
@@ -16,6 +19,7 @@ from schemas.batch import BatchHandle, ChunkKey
 from schemas.config.runtime import TimeoutsConfig
 from schemas.errors import CapacityError
 from schemas.step import PolicyHandle, RunHandle
+from tasks import operations
 from tests.support.small_run import make_small_run, put_advantages, put_behavior, put_rollout, rollout_columns
 
 STEP = 4
@@ -189,6 +193,24 @@ def test_a_sweep_keeps_the_last_steps_or_all(run: RunHandle, keep_steps: int | s
     assert columns(run).steps() == ([4] if keep_steps == 1 else left)
     assert columns(run).usage().open_steps == ()  # it was closed, its ledger entries are gone
     assert not (Path(run.directory) / "ledger" / stage_key(run, POLICY, "put")).exists()
+
+
+def test_a_checkpoint_sweeps_steps_while_the_event_loop_goes_on(
+    run: RunHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def retain(*_: object) -> int:
+        return STEP + 1
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(operations, "call", retain)
+    monkeypatch.setattr(
+        operations, "sweep_steps", lambda *args: threads.append(threading.current_thread()) or sweep_steps(*args)
+    )
+    assert columns(run).steps() == [STEP - 2, STEP - 1, STEP]
+    assert asyncio.run(operations.drop_superseded(run, WorkerGroup({"policy": None}, lambda: False), [])) == STEP + 1
+    assert columns(run).steps() == [STEP - 1, STEP]
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 @pytest.mark.parametrize("is_tiered", [False, True])

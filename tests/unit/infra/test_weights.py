@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from infra.engines.program import frames
 from infra.models.flat_tensors import (
@@ -13,10 +14,11 @@ from infra.models.flat_tensors import (
     tensor_views,
     write_tensors,
 )
-from infra.weights.buckets import cast, sent_bytes, sent_specs, split_buckets, with_whole_blocks
+from infra.weights.buckets import gathered, sent_bytes, sent_specs, split_buckets, with_whole_blocks
 from infra.weights.endpoint import gpu_of
 from infra.weights.stream import checksum
 from infra.weights.sync import choose_route
+from rl_core.training.sharding import single_rank_mesh
 from schemas.errors import ConfigError, WeightsError
 from schemas.weights import (
     LoadedWeights,
@@ -146,11 +148,22 @@ def test_matrices_are_sent_in_the_engines_dtype_and_vectors_as_they_are() -> Non
     state = {"up.weight": torch.randn(3, 5), "norm.weight": torch.randn(5), "mask": torch.ones(2, 2, dtype=torch.bool)}
     specs = sent_specs(state, "bfloat16")
     assert [spec.dtype for spec in specs] == ["bfloat16", "float32", "bool"]
-    sent = dict(cast(state.items(), specs))
+    sent = dict(gathered(state, specs))
     engine = torch.empty(3, 5, dtype=torch.bfloat16)
     assert torch.equal(sent["up.weight"], engine.copy_(state["up.weight"]))  # rounded as an engine would
     assert torch.equal(sent["norm.weight"], state["norm.weight"])
     assert sent_specs(state, "float32") == tensor_specs(state)
+
+
+def test_shards_are_gathered_in_the_dtype_in_which_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {"up.weight": torch.randn(3, 5), "norm.weight": torch.randn(5)}
+    mesh, moved, gather = single_rank_mesh("cpu"), list[torch.dtype](), DTensor.full_tensor
+    weights = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    monkeypatch.setattr(DTensor, "full_tensor", lambda shard: moved.append(shard.dtype) or gather(shard))
+    sent = dict(gathered(weights, sent_specs(weights, "bfloat16")))
+    assert moved == [torch.bfloat16, torch.float32]
+    assert torch.equal(sent["up.weight"], whole["up.weight"].to(torch.bfloat16))
+    assert torch.equal(sent["norm.weight"], whole["norm.weight"])
 
 
 def test_a_changed_weight_takes_its_block_with_it() -> None:
