@@ -8,10 +8,9 @@ from benchmarks.command import run
 
 COMMANDS = {  # a module with a `BENCHMARK`, and what is measured
     "chaos": ("benchmarks.chaos.run", "faults at random moments of real runs, against an undisturbed one"),
-    "data-plane": ("benchmarks.data_plane.run", "one batch between two processes, against TransferQueue and padding"),
+    "data-plane": ("benchmarks.data_plane.run", "one batch between two processes, against TransferQueue"),
     "families": ("benchmarks.families", "the table of docs/models.md: what works for each family of models"),
     "gpu": ("benchmarks.gpu.run", "the checklist of a GPU machine, with a twin for a CPU"),
-    "rollout": ("benchmarks.rollout.run", "the embedded engine, transformers' generate and vLLM"),
     "sft": ("benchmarks.sft", "steps of supervised fine-tuning, and in TRL"),
     "step": ("benchmarks.step.run", "whole GRPO steps of real runs, in turn, overlapped, and in TRL"),
     "train": ("benchmarks.train", "updates of groups, with each prompt once and with each sample"),

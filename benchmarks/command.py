@@ -35,21 +35,13 @@ Place = TypeVar("Place", bound=HasServices)
 
 @dataclass(frozen=True)
 class Benchmark(Generic[Plan]):
-    """A benchmark.
+    """A benchmark."""
 
-    Attributes:
-        plan: The default settings, a frozen dataclass of `option` fields.
-        quick: The settings of a smoke test, which measures nothing of use.
-        measure: Returns the report.
-        render: Returns the report for a terminal; a text is printed as it is.
-        is_passed: Whether the exit code is 0.
-    """
-
-    plan: Plan
-    quick: Plan
-    measure: Callable[[Plan], Report]
-    render: Callable[[Report], RenderableType]
-    is_passed: Callable[[Report], bool] = lambda _: True
+    plan: Plan  # the default settings, a frozen dataclass of `option` fields
+    quick: Plan  # the settings of a smoke test, which measures nothing of use
+    measure: Callable[[Plan], Report]  # returns the report
+    render: Callable[[Report], RenderableType]  # returns the report for a terminal; a text is printed as it is
+    is_passed: Callable[[Report], bool] = lambda _: True  # whether the exit code is 0
 
 
 def option(default: Any, text: str, **settings: Any) -> Any:

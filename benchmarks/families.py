@@ -81,13 +81,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A family, by a config of its own class.
+    """A family, by a config of its own class."""
 
-    Attributes:
-        config: It has the sizes of a released model, of which only tiny ones are made.
-    """
-
-    config: PretrainedConfig
+    config: PretrainedConfig  # it has the sizes of a released model, of which only tiny ones are made
 
     @cached_property
     def structure(self) -> Structure | None:

@@ -51,17 +51,11 @@ QUICK = Plan(models=("tiny",), ratios=(2,), samples=(1, 4), response=8, rows=8, 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of a step.
+    """Rows of a step."""
 
-    Attributes:
-        prompts: [N] tokens.
-        responses: [N] tokens.
-        groups: [N] numbers; rows with the same one have the same prompt.
-    """
-
-    prompts: list[int]
-    responses: list[int]
-    groups: list[int]
+    prompts: list[int]  # [N] tokens
+    responses: list[int]  # [N] tokens
+    groups: list[int]  # [N] numbers; rows with the same one have the same prompt
 
     @classmethod
     def of(cls, plan: Plan, ratio: int, samples: int) -> "Case":

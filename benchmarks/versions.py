@@ -54,15 +54,7 @@ _LIST = "import json, sys; from importlib.metadata import version as v; print(*(
 
 @dataclass(frozen=True)
 class Plan:
-    """What to try.
-
-    Attributes:
-        sets: Names of sets of versions.
-        parts: Names of parts of the tests.
-        folder: The environments' folder.
-        page: A page with a table of sets, whose rows are replaced.
-        keep: Whether environments that are there are used, and none is deleted.
-    """
+    """What to try."""
 
     sets: tuple[str, ...] = option(ENDS, "oldest, newest, or one package's, such as torch-newest; comma-separated")
     parts: tuple[str, ...] = option(tuple(PARTS), f"the tests: {', '.join(PARTS)}; comma-separated")
@@ -73,19 +65,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Counts:
-    """The outcomes of a part's tests.
+    """The outcomes of a part's tests."""
 
-    Attributes:
-        passed: Number of tests that passed.
-        failed: Names of those that failed.
-        skipped: Number of those that were skipped.
-        reason: Why the first one failed, in a line; empty if none has.
-    """
-
-    passed: int
-    failed: tuple[str, ...]
-    skipped: int
-    reason: str = ""
+    passed: int  # number of tests that passed
+    failed: tuple[str, ...]  # names of those that failed
+    skipped: int  # number of those that were skipped
+    reason: str = ""  # why the first one failed, in a line; empty if none has
 
 
 def measure(plan: Plan) -> Report:
@@ -116,11 +101,9 @@ def pins(name: str) -> list[str]:
     return fixed + oldest + ([FASTAPI] if any("prefect==" in each for each in oldest) else [])
 
 
-def cells(name: str, row: Mapping[str, object]) -> list[str]:
+def cells(name: str, row: Report) -> list[str]:
     """Return a set's row of the table."""
     versions, parts = row["versions"], row["parts"]
-    assert isinstance(versions, dict)
-    assert isinstance(parts, dict)
     outcomes = [_outcome(parts[part]) if part in parts else "–" for part in PARTS]
     return [f"`{name}`", *(versions.get(each, "–") for each in (*PACKAGES, "vllm")), *outcomes, str(row["tried"])]
 
@@ -234,22 +217,17 @@ def _lines(path: Path) -> Iterator[str]:
     return (line for line in path.read_text().splitlines() if line and not line.startswith("#"))
 
 
-def _outcome(counts: Mapping[str, object]) -> str:
+def _outcome(counts: Report) -> str:
     passed, failed = counts["passed"], counts["failed"]
-    assert isinstance(failed, Sequence)
     return f"{passed} passed" + (f", {len(failed)} failed" if failed else "")
 
 
-def _failures(row: Mapping[str, object]) -> list[str]:
-    parts = row["parts"]
-    assert isinstance(parts, dict)
-    return [name for counts in parts.values() for name in counts["failed"]]
+def _failures(row: Report) -> list[str]:
+    return [name for counts in row["parts"].values() for name in counts["failed"]]
 
 
-def _reasons(row: Mapping[str, object]) -> list[tuple[str, str]]:
-    parts = row["parts"]
-    assert isinstance(parts, dict)
-    return [(part, counts["reason"]) for part, counts in parts.items() if counts.get("reason")]
+def _reasons(row: Report) -> list[tuple[str, str]]:
+    return [(part, counts["reason"]) for part, counts in row["parts"].items() if counts.get("reason")]
 
 
 def _call(command: Sequence[str]) -> str:
@@ -259,10 +237,4 @@ def _call(command: Sequence[str]) -> str:
     return done.stdout
 
 
-BENCHMARK = Benchmark(
-    plan=Plan(),
-    quick=Plan(sets=("newest",), parts=("scoring",)),
-    measure=measure,
-    render=render,
-    is_passed=is_passed,
-)
+BENCHMARK = Benchmark(Plan(), Plan(sets=("newest",), parts=("scoring",)), measure, render, is_passed)

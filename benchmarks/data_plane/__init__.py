@@ -1,5 +1,1 @@
-"""The data plane against baselines: moving one batch between processes on one local Ray.
-
-Every path starts from the container that its users hold (Arrow columns, nested or padded tensors) and ends with the
-same packed tensors in another process.
-"""
+"""The data plane against TransferQueue: one batch between two processes, to the same packed tensors."""

@@ -8,15 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.data_plane.baselines import RayPadded, RayPaddedLean, TransferQueue
+from benchmarks.data_plane.baselines import TransferQueue
 from benchmarks.data_plane.batch import Ints, digests, pack_columns, reference_batch, valid_bytes
-from benchmarks.data_plane.paths import ArrowIpcPlasma, DataPath, Memcpy, Sluice
+from benchmarks.data_plane.paths import DataPath, Memcpy, Sluice
 
 Result = TypeVar("Result")
 
-PATHS: dict[str, type[DataPath]] = {
-    path.name: path for path in (Sluice, TransferQueue, RayPadded, RayPaddedLean, ArrowIpcPlasma, Memcpy)
-}
+PATHS: dict[str, type[DataPath]] = {path.name: path for path in (Sluice, TransferQueue, Memcpy)}
 
 
 class Producer:

@@ -4,7 +4,7 @@ N rows, V values over all rows of a column.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ def reference_batch(num_rows: int, repeats: int = 1, seed: int = 0) -> Reference
         name: jagged(-random.exponential(1.0, num_values).astype(np.float32), response_lengths)
         for name in ("sampler_logprobs", "behavior_logprobs", "reference_logprobs")
     }
-    vocabulary = _Vocabulary(random)
+    words = _words(random)
     columns = pa.record_batch(
         {
             "prompt_ids": jagged(prompt_ids, prompt_lengths),
@@ -75,8 +75,8 @@ def reference_batch(num_rows: int, repeats: int = 1, seed: int = 0) -> Reference
             "loss_mask": jagged(random.random(num_values) < TRAINED_FRACTION, response_lengths),
             **logprobs,
             "advantages": pa.array(random.standard_normal(num_rows).astype(np.float32)),
-            "prompt_text": vocabulary.text(prompt_ids, prompt_lengths),
-            "response_text": vocabulary.text(response_ids, response_lengths),
+            "prompt_text": _texts(words, prompt_ids, prompt_lengths),
+            "response_text": _texts(words, response_ids, response_lengths),
         }
     )
     more = jagged(-random.exponential(1.0, num_values).astype(np.float32), response_lengths)
@@ -90,7 +90,17 @@ def reference_batch(num_rows: int, repeats: int = 1, seed: int = 0) -> Reference
 
 def valid_buffers(columns: pa.RecordBatch) -> list[npt.NDArray[np.uint8]]:
     """Return the buffers of the valid data: values without offsets, one bit per bool, text in UTF-8."""
-    return list(_valid_buffers(columns))
+    buffers = []
+    for column in columns.columns:
+        if pa.types.is_string(column.type):
+            first, last = np.frombuffer(column.buffers()[1], np.int32)[[0, len(column)]]
+            buffers.append(np.frombuffer(column.buffers()[2], np.uint8)[first:last])
+            continue
+        values = column.flatten() if is_jagged(column) else column
+        assert values.offset == 0, "a column of the reference batch starts inside its buffer"
+        num_bytes = (len(values) * values.type.bit_width + 7) // 8
+        buffers.append(np.frombuffer(values.buffers()[1], np.uint8)[:num_bytes])
+    return buffers
 
 
 def valid_bytes(columns: pa.RecordBatch) -> int:
@@ -126,42 +136,20 @@ def digests(packed: Packed) -> dict[str, str]:
     return {name: hashlib.blake2b(b"|".join(part), digest_size=16).hexdigest() for name, part in parts.items()}
 
 
-class _Vocabulary:
-    """Random words, one per token id, about 7 bytes with the space after them; one in a hundred is not ASCII."""
+def _words(random: np.random.Generator) -> npt.NDArray[np.object_]:
+    """Return random words, one per token id, about 7 bytes with the space after them; one in a hundred is not ASCII."""
+    words = ["".join(LETTERS[random.integers(0, LETTERS.size, size)]) for size in random.integers(3, 10, VOCAB_SIZE)]
+    return np.array([f"{word} " for word in words], dtype=object)
 
-    def __init__(self, random: np.random.Generator) -> None:
-        sizes = random.integers(3, 10, VOCAB_SIZE)
-        letters = "".join(LETTERS[random.integers(0, LETTERS.size, int(sizes.sum()))])
-        stops = np.cumsum(sizes)
-        words = [f"{letters[stop - size : stop]} ".encode() for size, stop in zip(sizes, stops, strict=True)]
-        self._data = np.frombuffer(b"".join(words), np.uint8)
-        self._sizes = np.array([len(word) for word in words], np.int64)
-        self._starts = np.cumsum(self._sizes) - self._sizes
 
-    def text(self, ids: npt.NDArray[np.uint16], lengths: Ints) -> pa.Array:
-        sizes = self._sizes[ids]
-        stops = np.cumsum(sizes)
-        sources = np.arange(stops[-1]) + np.repeat(self._starts[ids] - (stops - sizes), sizes)
-        bounds = np.concatenate([[0], stops])[np.concatenate([[0], np.cumsum(lengths)])].astype(np.int32)
-        return pa.StringArray.from_buffers(lengths.size, pa.py_buffer(bounds), pa.py_buffer(self._data[sources]))
+def _texts(words: npt.NDArray[np.object_], ids: npt.NDArray[np.uint16], lengths: Ints) -> pa.Array:
+    return pa.array(["".join(words[row]) for row in np.split(ids, np.cumsum(lengths)[:-1])])
 
 
 def _repeat(columns: pa.RecordBatch, repeats: int) -> pa.RecordBatch:
     if repeats == 1:
         return columns
     return pa.Table.from_batches([columns] * repeats).combine_chunks().to_batches()[0]
-
-
-def _valid_buffers(columns: pa.RecordBatch) -> Iterator[npt.NDArray[np.uint8]]:
-    for column in columns.columns:
-        if pa.types.is_string(column.type):
-            first, last = np.frombuffer(column.buffers()[1], np.int32)[[0, len(column)]]
-            yield np.frombuffer(column.buffers()[2], np.uint8)[first:last]
-            continue
-        values = column.flatten() if is_jagged(column) else column
-        assert values.offset == 0, "a column of the reference batch starts inside its buffer"
-        num_bytes = (len(values) * values.type.bit_width + 7) // 8
-        yield np.frombuffer(values.buffers()[1], np.uint8)[:num_bytes]
 
 
 def _signed(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

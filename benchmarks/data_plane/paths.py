@@ -1,11 +1,10 @@
-"""The interface of a measured path, Sluice's path, and its two lower bounds: bare Arrow bytes and a memcpy."""
+"""The interface of a measured path, Sluice's path, and its lower bound: a memcpy."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
-import ray
 import torch
 
 from benchmarks.data_plane.batch import APPENDED, Ints, Packed, ReferenceBatch, valid_buffers
@@ -15,8 +14,6 @@ from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import as_tensor, is_jagged, row_lengths
 from rl_core.views import new_batch, permute, with_column
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
-
-Refs = dict[str, "ray.ObjectRef[Any]"]
 
 RUN_ID = "bench"
 STAGE, APPEND_STAGE = "rollout", "reference"
@@ -35,7 +32,6 @@ class DataPath:
 
     def prepare(self, batch: ReferenceBatch) -> None:
         """Create the container that the path's users hold, in the producer, before anything is timed."""
-        raise NotImplementedError
 
     def connect(self) -> None:
         """Connect the consumer to what the producer has prepared."""
@@ -45,7 +41,6 @@ class DataPath:
 
     def put(self, step: int) -> Any:
         """Store the whole batch from the producer, and return its handle."""
-        raise NotImplementedError
 
     def extendable(self, handle: Any) -> Any:
         """Return the handle of the batch that `append` extends."""
@@ -53,11 +48,9 @@ class DataPath:
 
     def append(self, step: int, handle: Any) -> Any:
         """Store one more float32 response column from the producer, and return a handle that includes it."""
-        raise NotImplementedError
 
     def fetch(self, handle: Any, order: Ints | None) -> Any:
         """Return the batch's columns in the consumer's process, with rows in `order` if the path can read them so."""
-        raise NotImplementedError
 
     def pack(self, fetched: Any, order: Ints | None) -> Packed:
         """Return what the consumer fetched as packed tensors, with rows in `order`."""
@@ -127,33 +120,6 @@ class Sluice(DataPath):
         return new_batch(RUN_ID, step, 0, [chunk], dtypes, *lengths)
 
 
-class ArrowIpcPlasma(DataPath):
-    """Bare Arrow IPC bytes in Ray's object store, through Ray's public API: no names, no checks, no owner."""
-
-    name = "arrow_ipc_plasma"
-
-    def prepare(self, batch: ReferenceBatch) -> None:
-        self._batch = batch
-
-    def put(self, step: int) -> Refs:
-        data = _ipc_bytes(self._batch.columns)
-        self.num_bytes = data.size
-        return {"columns": ray.put(data)}
-
-    def append(self, step: int, handle: Refs) -> Refs:
-        return {**handle, "appended": ray.put(_ipc_bytes(self._batch.appended))}
-
-    def fetch(self, handle: Refs, order: Ints | None) -> pa.RecordBatch:
-        columns = _open_ipc(ray.get(handle["columns"]))
-        return columns if order is None else columns.take(pa.array(order))
-
-    def pack(self, fetched: pa.RecordBatch, order: Ints | None) -> Packed:
-        return pack_arrow(fetched)
-
-    def fetch_appended(self, handle: Refs) -> Packed:
-        return pack_arrow(_open_ipc(ray.get(handle["appended"])))
-
-
 class Memcpy(DataPath):
     """One copy of the valid bytes into preallocated, warm memory: nothing can be faster."""
 
@@ -196,22 +162,3 @@ def pack_arrow(columns: pa.RecordBatch) -> Packed:
         else:
             rows[name] = as_tensor(column)
     return Packed(tokens, rows, strings)
-
-
-def _ipc_bytes(columns: pa.RecordBatch) -> pa.Buffer:
-    # The buffer is allocated at its final size, since a growing one would be copied.
-    counter = pa.MockOutputStream()
-    _write_ipc(columns, counter)
-    buffer = pa.allocate_buffer(counter.size())
-    _write_ipc(columns, pa.FixedSizeBufferWriter(buffer))
-    return buffer
-
-
-def _write_ipc(columns: pa.RecordBatch, sink: pa.NativeFile) -> None:
-    with pa.ipc.new_stream(sink, columns.schema) as writer:
-        writer.write_batch(columns)
-
-
-def _open_ipc(data: pa.Buffer) -> pa.RecordBatch:
-    with pa.ipc.open_stream(data) as stream:
-        return stream.read_next_batch()

@@ -4,7 +4,6 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-import platform
 import signal
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -96,11 +95,7 @@ def measure(plan: Plan) -> Report:
             "memcpy_ms": large_times[Memcpy.name]["put_ms"],
             **large_times[Sluice.name],
         },
-        "machine": {
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in VERSIONS},
-        },
+        "machine": {"cores": os.cpu_count(), **{name: importlib.metadata.version(name) for name in VERSIONS}},
     }
 
 

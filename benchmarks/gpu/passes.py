@@ -34,21 +34,13 @@ RESET_PEAK = "5"  # resets VmHWM, see proc(5)
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of N lengths, in tokens: one is `longest`, the others are log-normal.
+    """Rows of N lengths, in tokens: one is `longest`, the others are log-normal."""
 
-    Attributes:
-        num_tokens: Their sum.
-        fill: The fraction of the padded rectangle that is real tokens, which sets the number of rows.
-        longest: The longest row.
-        token_budget: Maximum positions per forward, including padding.
-        chunk_tokens: Tokens whose logits exist at once.
-    """
-
-    num_tokens: int
-    fill: float
-    longest: int
-    token_budget: int
-    chunk_tokens: int
+    num_tokens: int  # their sum
+    fill: float  # the fraction of the padded rectangle that is real tokens, which sets the number of rows
+    longest: int  # the longest row
+    token_budget: int  # maximum positions per forward, including padding
+    chunk_tokens: int  # tokens whose logits exist at once
 
     def lengths(self) -> Lengths:
         """Draw the lengths [N], the same each time."""

