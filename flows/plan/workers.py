@@ -38,6 +38,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.placement import Device
 
+MAX_PADDING = 1.25  # times the bytes of gathered weights, above which a plan warns
 KV_CACHE = "KV cache"  # of vLLM on a GPU, with its working memory
 CUDA_CONTEXT = "CUDA context"  # of the process of an engine, next to that of a worker that trains
 CONTEXT_BYTES = 512 * 2**20  # of a process on a GPU: PyTorch's users report 300 to 800 MB; not measured here
@@ -204,13 +205,16 @@ class ModelMemory:
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(base)  # raises if the model's layers can't be checkpointed
         reward = reward or RewardBytes.of(config, on_gpus=on_gpus)
+        num_shards = runtime.num_policy_ranks // runtime.num_policy_replicas
+        weights = WeightBytes.of(base, num_shards, bfloat16=half, muon=config.optim.kind == "muon")
+        if weights.padding > MAX_PADDING:
+            warnings = (
+                *warnings,
+                f"{num_shards} ranks that share the weights gather {weights.padding:.1f} times their bytes, as some, such "
+                "as experts, have fewer rows than that; raise runtime.num_policy_replicas",
+            )
         policy = cls(
-            policy=WeightBytes.of(
-                base,
-                runtime.num_policy_ranks // runtime.num_policy_replicas,
-                bfloat16=half,
-                muon=config.optim.kind == "muon",
-            ),
+            policy=weights,
             reference=reference,
             reward=reward,
             whole=whole,

@@ -68,8 +68,8 @@ class WeightBytes:
         held: The rank's shards.
         trained: The part of `held` that trains.
         trained_whole: All weights that train, not sharded.
-        root: All weights outside the decoder layers, not sharded.
-        layer: The largest decoder layer, not sharded.
+        root: All weights outside the decoder layers, gathered: of each, R shards of the fullest rank's size.
+        layer: The largest decoder layer, gathered.
         head: The LM head's weight [V, H], not sharded.
         is_head_trained: Whether it has a gradient.
         largest: The largest weight, not sharded.
@@ -104,14 +104,14 @@ class WeightBytes:
         of_shards = dict(zip(map(id, parts), shards, strict=True))
         by_muon = [of_shards[id(matrix)] for matrix in matrices]
         gathered = [FLOAT_BYTES * matrix.numel() for matrix in matrices if matrix.ndim == 2]
-        layers = [FLOAT_BYTES * sum(part.numel() for part in layer.parameters()) for layer in layer_modules(model)]
+        layers = [num_ranks * sum(of_shards[id(part)] for part in layer.parameters()) for layer in layer_modules(model)]
         head = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         return cls(
             whole=sum(sizes),
             held=sum(shards),
             trained=trained,
             trained_whole=sum(size for size, part in zip(sizes, parts, strict=True) if part.requires_grad),
-            root=sum(sizes) - sum(layers),
+            root=num_ranks * sum(shards) - sum(layers),
             layer=max(layers, default=0),
             head=FLOAT_BYTES * head.numel(),
             is_head_trained=head.requires_grad,
@@ -126,6 +126,11 @@ class WeightBytes:
     def gathered(self) -> int:
         """What a forward gathers: the root's weights, and two layers', in the compute dtype."""
         return self.computed(self.root + GATHERED_LAYERS * self.layer) if self.is_sharded else 0
+
+    @property
+    def padding(self) -> float:
+        """How many times their bytes the gathered weights take, as some have fewer rows than there are ranks."""
+        return self.held * self.num_ranks / self.whole
 
     @property
     def is_sharded(self) -> bool:

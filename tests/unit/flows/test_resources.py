@@ -28,7 +28,7 @@ from schemas.errors import ModelError
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.policies import load_policy
 from tests.support.sft import sft_config
-from tests.support.tiny import make_tiny_data, make_tiny_model, make_tiny_reward_model, write_rows
+from tests.support.tiny import make_tiny_data, make_tiny_moe, make_tiny_model, make_tiny_reward_model, write_rows
 from tests.support.workplace import Workplace
 
 # The sizes of Qwen3 8B; its folder has no weights, which a plan doesn't need.
@@ -295,6 +295,16 @@ def test_weights_are_those_of_the_model(folder: Path) -> None:
     assert (alone.whole, alone.held, alone.trained, alone.optimizer, alone.gathered) == (*[whole] * 3, 2 * whole, 0)
     assert (halves.held, halves.trained, halves.optimizer) == (whole // 2, whole // 2, whole)  # all shapes are even
     assert halves.root + 2 * halves.layer == whole == halves.gathered  # two layers
+
+
+def test_experts_of_which_there_are_fewer_than_ranks_are_gathered_with_padding(folder: Path) -> None:
+    model = load_model(ModelConfig(path=str(make_tiny_moe(folder / "moe", num_experts=4))))
+    few, many = WeightBytes.of(model, 4), WeightBytes.of(model, 8)
+    experts = 4 * sum(part.numel() for part in model.parameters() if part.shape[0] == 4)
+    assert experts > 0
+    assert (few.padding, few.gathered) == (1, few.whole)
+    assert many.gathered == many.whole + experts  # eight shards of one expert each
+    assert many.padding == many.gathered / many.whole
 
 
 def test_a_sampling_mask_takes_a_byte_next_to_each_logit_and_exponential(plan: Callable[..., Resources]) -> None:
