@@ -210,8 +210,8 @@ class ModelMemory:
         if weights.padding > MAX_PADDING:
             warnings = (
                 *warnings,
-                f"{num_shards} ranks that share the weights gather {weights.padding:.1f} times their bytes, as some, such "
-                "as experts, have fewer rows than that; raise runtime.num_policy_replicas",
+                f"{num_shards} ranks that share the weights gather {weights.padding:.1f} times their bytes, as some "
+                "have fewer rows, such as experts; raise runtime.num_policy_replicas",
             )
         policy = cls(
             policy=weights,

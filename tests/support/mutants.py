@@ -476,8 +476,8 @@ MUTANTS = (
         name="journal-keeps-turns-of-earlier-attempt",
         area="environments",
         path="infra/environments/journal.py",
-        old="            recorded[entry.turn :] = [_exchange_of(entry)]\n",
-        new="            recorded.append(_exchange_of(entry))\n",
+        old="            recorded[entry.turn :] = [exchange]\n",
+        new="            recorded.append(exchange)\n",
         tests=("tests/unit/infra/test_journal.py", "tests/services/test_resumed_rollout.py"),
     ),
     Mutant(
