@@ -168,6 +168,7 @@ OTHER = {
     "timeouts.resource_seconds": "9",
     "runtime.runs_dir": "elsewhere",
     "runtime.num_policy_ranks": "2",
+    "runtime.num_policy_replicas": "2 runtime.num_policy_ranks=2",
     "runtime.profile_steps": "[0]",
     "services.prefect_api_url": "http://localhost:4200/api",
     "services.prefect_patience_seconds": "7",
