@@ -167,8 +167,8 @@ OTHER = {
     "timeouts.notice_seconds": "9",
     "timeouts.resource_seconds": "9",
     "runtime.runs_dir": "elsewhere",
-    "runtime.num_policy_ranks": "2",
-    "runtime.num_policy_replicas": "2 runtime.num_policy_ranks=2",
+    "runtime.num_policy_ranks": "4",
+    "runtime.num_policy_replicas": "2",
     "runtime.profile_steps": "[0]",
     "services.prefect_api_url": "http://localhost:4200/api",
     "services.prefect_patience_seconds": "7",
@@ -249,6 +249,7 @@ def test_an_advised_change_is_accepted(key: str) -> None:
         **({"environment": environment} if key.startswith("environment.") else {}),
         reward=rewards.get(key.removeprefix("reward."), function),
         rollout=rollout,
+        runtime={"num_policy_ranks": 2},
     )
     resumed = override_config(begun, f"{key}={OTHER[key]}".split(" "), "demo")
     assert [each for each in changed_keys(begun, resumed) if f"{each}.".startswith(f"{key}.")]
