@@ -185,7 +185,7 @@ async def _training_loop(
 ) -> RunHandle:
     """Run all remaining steps; return the run's handle, since its column store may have been replaced."""
     logger, restarts, reason = get_run_logger(), 0, ""
-    await finish_in_thread(keep_rows, directory, run.config)
+    await finish_in_thread(partial(keep_rows, directory, run.config))
     await _start_workers(run)
     policy = await reconcile(run, directory)
     record_event(directory, policy)

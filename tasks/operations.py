@@ -95,7 +95,7 @@ async def drop_superseded(run: RunHandle, policy: WorkerGroup, evals: Sequence[E
     """
     complete = await call(policy.ranks[0], "retain", evals)
     if complete is not None:
-        await finish_in_thread(sweep_steps, run, complete)  # its requests may be many
+        await finish_in_thread(partial(sweep_steps, run, complete))  # its requests may be many
     return complete
 
 

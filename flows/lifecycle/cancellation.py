@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -29,6 +29,8 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Suspended
+
+from infra.storage.driver_lock import finish_in_thread
 
 Result = TypeVar("Result")
 Event = TypeVar("Event")
@@ -123,15 +125,8 @@ async def run_until(event: Coroutine[Any, Any, Event], work: Coroutine[Any, Any,
 
 async def run_in_thread(what: str, work: Callable[[], Result]) -> Result:
     """Run `work` in a thread; if this is cancelled, say that `what` goes on, and await its end before anything else."""
-    thread = asyncio.get_running_loop().run_in_executor(None, copy_context().run, work)
-    try:
-        return await asyncio.shield(thread)
-    except asyncio.CancelledError:
-        get_run_logger().warning("waiting for the end of %s; kill -9 %d ends it at once", what, os.getpid())
-        while not thread.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([thread])
-        raise
+    warning = "waiting for the end of %s; kill -9 %d ends it at once"
+    return await finish_in_thread(work, lambda: get_run_logger().warning(warning, what, os.getpid()))
 
 
 async def cancellable(work: Coroutine[Any, Any, Result]) -> Result | State:

@@ -9,12 +9,10 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from functools import partial
 from pathlib import Path
-from typing import IO, NoReturn, ParamSpec, TypeVar
+from typing import IO, NoReturn, TypeVar
 
 from infra.storage.lease import Driver, Lease, held_lease, observe_driver
 from infra.storage.runs import RunDirectory
@@ -23,7 +21,6 @@ from schemas.errors import ConfigError, RunError
 PROBE_SECONDS = 0.2  # for which `is_driven` of other processes may hold the lock
 _POLL_SECONDS = 1.0
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -92,11 +89,22 @@ def require_lock(directory: RunDirectory) -> None:
         lease.require()
 
 
-async def finish_in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run a function while the event loop goes on; cancelled, it ends only after it, which writes under the lock."""
-    with ThreadPoolExecutor(1) as thread:
-        call = partial(copy_context().run, function, *args, **kwargs)  # in the flow run's context, for the log
-        return await asyncio.get_running_loop().run_in_executor(thread, call)
+async def finish_in_thread(work: Callable[[], R], on_cancel: Callable[[], None] = lambda: None) -> R:
+    """Run `work` while the event loop goes on; cancelled, this ends only after it, which writes under the lock.
+
+    Args:
+        work: What runs, in the flow run's context, for the log.
+        on_cancel: Called when this is cancelled, before the end of `work` is awaited.
+    """
+    thread = asyncio.get_running_loop().run_in_executor(None, copy_context().run, work)
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        on_cancel()
+        while not thread.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([thread])
+        raise
 
 
 async def watch_lock(directory: RunDirectory) -> NoReturn:
