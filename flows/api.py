@@ -222,9 +222,5 @@ def _only_run(call: str, id_: str) -> Iterator[None]:
 
 
 def _check(config: RunConfig, run_id: str) -> RunConfig:
-    """Return the config that a run starts or goes on with, checked.
-
-    Raises:
-        UserError: A part of it is not usable, or the run exists and is another one.
-    """
+    """Return the config that a run starts or goes on with, checked."""
     return check_start(config, RunDirectory.at(config, run_id))

@@ -85,11 +85,7 @@ async def _put(
 
 
 def _check_same_rows(before: RolloutShard, again: RolloutShard, name: str) -> None:
-    """Check that rows that were lost, and generated again, are those that the rollout describes.
-
-    Raises:
-        ChunkNotFoundError: They differ, so that the step must be run again from its start.
-    """
+    """Check that rows that were lost, and generated again, are those that the rollout describes."""
     if any(getattr(before, field) != getattr(again, field) for field in PER_ROW):
         raise ChunkNotFoundError(
             f"the rows of {name} were lost with their worker, and generating them again gave others, as another "

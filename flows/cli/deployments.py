@@ -142,11 +142,7 @@ async def _deploy(
 
 
 async def _require_own(offers: Sequence[Offer], settings: Mapping[str, Any]) -> None:
-    """Check that no deployment of another work pool or folder would be replaced, with its schedule.
-
-    Raises:
-        ConfigError: One would be.
-    """
+    """Check that no deployment of another work pool or folder would be replaced, with its schedule."""
     own = settings.get("work_pool_name"), settings.get("job_variables", {}).get("working_dir")
     async with get_client() as client:
         for offer in offers:
@@ -183,11 +179,7 @@ async def _automate(
 
 
 async def _find_pool(client: PrefectClient, name: str) -> WorkPool:
-    """Return a work pool.
-
-    Raises:
-        ServiceError: The server has no such work pool.
-    """
+    """Return a work pool that the server has."""
     try:
         return await client.read_work_pool(name)
     except ObjectNotFound:
@@ -199,11 +191,7 @@ async def _find_pool(client: PrefectClient, name: str) -> WorkPool:
 
 
 def _settings(pool: WorkPool, image: str | None) -> dict[str, Any]:
-    """Return the settings of deployments in a work pool.
-
-    Raises:
-        ConfigError: The pool runs containers and `image` is missing, or the reverse.
-    """
+    """Return the settings of deployments in a work pool."""
     environment = RUN_ENVIRONMENT | {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
     if (pool.type in IMAGE_POOLS) != (image is not None):
         problem = "needs" if image is None else "takes no"

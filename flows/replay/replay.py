@@ -379,11 +379,7 @@ def released(stored: StoredStep, found: Computed) -> Computed:
 
 
 def _check_texts(stored: StoredStep) -> None:
-    """Check that a step's rewards can be computed from its columns.
-
-    Raises:
-        ConfigError: They can't: an environment answered, whose state is not stored, or the texts were left out.
-    """
+    """Check that a step's rewards can be computed from its columns: no environment answered, and texts are there."""
     if stored.has_turns:
         raise ConfigError(
             f"the rewards of step {stored.step} can't be computed again: they depend on an environment, whose state "

@@ -230,9 +230,7 @@ class Server:
     ) -> None:
         """Make an environment; if it keeps state, reset it and have it take earlier actions.
 
-        Raises:
-            CallError: That fails; or, as `differs`, it answers otherwise than `expected`, the replies to the reset and
-                the actions.
+        If it answers otherwise than `expected`, the replies to the reset and the actions, the `CallError` is `differs`.
         """
         with Call(self._parent.mark, number, self._settings["reset_seconds"], is_remade=True) as call:
             await self._make(call, number, task, seed)

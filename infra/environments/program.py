@@ -194,11 +194,7 @@ class Program:
         self._ended = begin_task(self._sandbox.wait())
 
     async def _end(self) -> Step:
-        """Return the step that ends the trajectory.
-
-        Raises:
-            ChatError: The program failed, or there is no reward.
-        """
+        """Return the step that ends the trajectory."""
         exit_code = await self._end_of_program()
         output = self._end_of("stdout")
         if self._grade is None:

@@ -34,11 +34,7 @@ class _Texts:
         self._action_field, self._observation_field = action_field, observation_field
 
     def action(self, turn: str) -> dict[str, Any]:
-        """Return the fields of a turn's action.
-
-        Raises:
-            InvalidActionError: Not a JSON object.
-        """
+        """Return the fields of a turn's action."""
         text = without_reasoning(turn).strip()
         if self._action_field is not None:
             return {self._action_field: text}
@@ -55,11 +51,7 @@ class _Texts:
         return Step(self.observation(fields), float(reward or 0.0), bool(done), {"invalid_actions": 0.0})
 
     def observation(self, fields: Mapping[str, Any]) -> str:
-        """Return the text of an observation's fields.
-
-        Raises:
-            KeyError: It doesn't have the field.
-        """
+        """Return the text of an observation's fields."""
         if self._observation_field is None:
             shown = {name: value for name, value in fields.items() if name not in RESULTS}
             return json.dumps(shown, ensure_ascii=False)

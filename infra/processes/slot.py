@@ -170,11 +170,7 @@ class Slot(ABC, Generic[AnyCall]):
             self._fail(call, "died" if loss == "ended" else "timeout", message, running, now)
 
     def _causes_while_loading(self, loss: Loss, how: str) -> Sequence[AnyCall]:
-        """Return no call: none was the cause of the loss of a process that was not ready.
-
-        Raises:
-            UserError: The user's code was: it took too long, or ended the second process in a row, too.
-        """
+        """Return no call: none caused the loss of a process that wasn't ready; raise if the user's code did."""
         if loss == "ended" and not self._has_ended_while_loading:
             self._has_ended_while_loading = True
             return []

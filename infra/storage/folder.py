@@ -314,11 +314,7 @@ class Folder:
             raise OSError(f"{self} can't be reached: {describe(error)}") from error
 
     def _path(self, name: str) -> str:
-        """Return the full path of a relative name.
-
-        Raises:
-            InvalidKeyError: It leads out of the folder.
-        """
+        """Return the full path of a relative name."""
         path = f"{self._root}/{name}".rstrip("/")
         is_inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
         if is_inside and self.is_local:

@@ -146,11 +146,7 @@ class MetricsFile:
         return [self._checked(number, partial(_parse_row, line)) for number, line in lines]
 
     def _checked(self, number: int, parse: Callable[[], Parsed]) -> Parsed:
-        """Return what a line is parsed to.
-
-        Raises:
-            RunError: It is damaged.
-        """
+        """Return what a line is parsed to."""
         try:
             return parse()
         except ValueError as error:

@@ -206,17 +206,10 @@ def _plan_ranks(rows: Rows, sizes: RowSizes, num_ranks: int, token_budget: int) 
 
 
 def _sort_bins(rows: Rows, num_rows: Counts, sizes: RowSizes) -> RankPlan:
-    """Sort each rank's bins by cost, not by length: ranks wait for each other's i-th one, attention included.
+    """Return the plan of bins sorted by cost, not by length: ranks wait for each other's i-th one, attention included.
 
-    Bins of equal cost are sorted by their first row, empty ones are last.
-
-    Args:
-        rows: [n] rows, rank by rank and bin by bin, ascending in each bin.
-        num_rows: [R, B] number of rows of each bin.
-        sizes: Of all rows of the batch.
-
-    Returns:
-        The plan of these bins.
+    Bins of equal cost are sorted by their first row, empty ones are last. `rows` [n] are given rank by rank and bin by
+    bin, `num_rows` [R, B] of each bin, ascending in it; `sizes` are those of all rows of the batch.
     """
     num_ranks, num_bins = num_rows.shape
     counts = num_rows.ravel()

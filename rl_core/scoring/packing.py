@@ -215,8 +215,7 @@ class _Parts:
     def split(self, branches: Sequence[Branch]) -> tuple["_Parts", Tensor]:
         """Divide sequences, of a prompt and a response each, by their branches; also return where parents are, or -1.
 
-        Raises:
-            ValueError: A branch is not within its response, not after its parent, or not in order.
+        A branch must be within its response, after its parent, and in order.
         """
         divided: list[tuple[int, int, list[_Range]]] = []
         parents: list[int] = []

@@ -211,11 +211,7 @@ def with_groups(batch: BatchHandle, groups: Sequence[ColumnGroup]) -> BatchHandl
 
 
 def _views(batch: BatchHandle, indices: Sequence[Ints]) -> list[BatchHandle]:
-    """Create one view per index, which must be in range; shared arrays and equal segments are decoded only once.
-
-    Raises:
-        ValueError: The lengths or a group's segments don't have `batch.num_rows` rows.
-    """
+    """Create one view per index, which must be in range; shared arrays and equal segments are decoded only once."""
     distinct: list[Segments] = []
     for group in batch.groups:
         if group.segments not in distinct:

@@ -95,13 +95,7 @@ class ProgramRows:
             raise self._engine.lose(f"it answered 'step' with what is no turn of a row: {error}") from error
 
     def _read(self, result: Mapping[str, Any], buffers: Sequence[bytearray]) -> list[tuple[int, Generation]]:
-        """Return the turns that have ended, with what a program has answered to `step`.
-
-        Raises:
-            KeyError: Something is missing, or a row is not one whose turn had not ended.
-            TypeError: Something has another type.
-            ValueError: Tokens and log-probs don't match, or aren't a turn's; or a row is forgotten.
-        """
+        """Return the turns that have ended, with what a program has answered to `step`."""
         if running := result["running"]:
             self._engine.usage.add(running, result["waiting"], result["cache"])
         found = []
@@ -384,16 +378,7 @@ class ProgramEngine:
 
 @contextmanager
 def _saved(adapters: Mapping[str, torch.Tensor], lora: LoraConfig, shared_memory: str | None) -> Iterator[Path]:
-    """Write a version's adapters to a folder in the node's memory, in peft's format, and provide it during the block.
-
-    Args:
-        adapters: All adapters' weights by the policy's names, on the CPU.
-        lora: Their rank and scale.
-        shared_memory: `runtime.shared_memory`.
-
-    Raises:
-        WeightsError: No space is left for them.
-    """
+    """Write a version's adapters to a folder in the node's memory, in peft's format; provide it during the block."""
     num_bytes = sum(tensor.nbytes for tensor in adapters.values())
     folder = SharedFolder(choose_root(shared_memory, num_bytes), "adapters")
     try:

@@ -179,11 +179,7 @@ class EngineProcess:
         return started
 
     def _check_started(self, started: StartedEngine, arguments: Mapping[str, Any]) -> None:
-        """Check that a model was loaded as it was asked for.
-
-        Raises:
-            ConfigError: It wasn't.
-        """
+        """Check that a model was loaded as it was asked for."""
         said = f"the engine of {self._program} was asked to start with"
         if started.max_model_len < (asked := arguments["max_model_len"]):
             raise ConfigError(

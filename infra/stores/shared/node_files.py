@@ -133,8 +133,7 @@ def write_chunk(key: ChunkKey, folder: Path, columns: pa.RecordBatch, timeout_se
 def _write_file(folder: Path, num_bytes: int, columns: pa.RecordBatch, timeout_seconds: float) -> str:
     """Write columns into a new file of `num_bytes`, of reused memory if there is any; return the file's name.
 
-    Raises:
-        OSError: The file can't be written: ENOSPC, the file system stayed full; ENOENT, the folder is gone.
+    The `OSError` is ENOSPC if the file system stayed full, ENOENT if the folder is gone.
     """
     deadline = time.monotonic() + timeout_seconds
     name = f"{uuid.uuid4().hex}.arrow"
