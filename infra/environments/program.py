@@ -171,7 +171,6 @@ class Program:
                 await asyncio.to_thread(remove_folder, self._folder)
 
     def describe_timeout(self) -> str:
-        """Return what the program did instead, after a time-out."""
         return f"the program has neither asked its model nor ended; {self._said()}"
 
     async def _start(self, key: str, endpoint: Endpoint) -> None:

@@ -100,7 +100,6 @@ class OpenEnvEnvironment:
         self._environment = _class(environment)(**arguments or {})
 
     async def reset(self) -> str:
-        """Begin, and return what is to be seen."""
         method = self._method("reset")
         taken = inspect.signature(method).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
@@ -129,7 +128,6 @@ class OpenEnvEnvironment:
         return self._texts.step(observation.model_dump(mode="json"), observation.reward, observation.done)
 
     def close(self) -> None:
-        """Close the environment."""
         self._environment.close()
 
     def _method(self, name: str) -> Any:
@@ -189,7 +187,6 @@ class OpenEnvServer:
         return self._texts.step(result.observation, result.reward, result.done)
 
     async def close(self) -> None:
-        """End the session."""
         await self._client.close()
 
 

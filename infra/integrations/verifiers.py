@@ -176,7 +176,6 @@ class VerifiersEnvironment:
         return self._conversation.take_counts()
 
     async def close(self) -> None:
-        """End the episode."""
         if self._episode is not None:
             self._episode.cancel()
             await asyncio.gather(self._episode, return_exceptions=True)

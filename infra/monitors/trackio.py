@@ -49,11 +49,9 @@ class TrackioSink:
         return Position(last.get(False, -1), last.get(True, -1))
 
     def log(self, row: Row) -> None:
-        """Log the metrics at their step, which trackio stores by itself."""
         self._run.log({name: value for name, value in row.values.items() if name != "step"}, step=row.step)
 
     def close(self, succeeded: bool) -> None:
-        """Deliver everything."""
         self._run.finish()
 
     def _exists(self) -> bool:

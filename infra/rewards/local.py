@@ -27,15 +27,12 @@ class LocalRewardScorer(RewardScorer):
         self._runner = asyncio.Runner()  # of all batches: a function may keep connections, which belong to its loop
 
     def wait_until_ready(self) -> None:
-        """Prepare the function."""
         self._runner.run(prepare(self._function))
 
     def open_batch(self, groups: Sequence[int] = ()) -> RewardBatch:
-        """Begin a batch."""
         return LocalRewardBatch(self._function, self._runner)
 
     def close(self) -> None:
-        """Close the event loop."""
         self._runner.close()
 
 
@@ -60,9 +57,6 @@ class LocalRewardBatch(RewardBatch):
             self._waiting[number] = item
         else:
             self._outcomes[number] = self._runner.run(score_one(self._function, item))
-
-    def leave_out(self, number: int) -> None:
-        """Do nothing: no other item waits for it."""
 
     def finish(self) -> dict[int, RewardOutcome]:
         """Make the calls that may overlap, and return all outcomes by number."""

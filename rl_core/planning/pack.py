@@ -104,8 +104,7 @@ def _fill_evenly(sizes: Lengths, num_rows: Counts, token_budget: int, num_bins: 
 
 
 def _longest_first(ranks: Sequence[Rows], lengths: Lengths) -> tuple[Rows, Counts]:
-    """Sort each rank's rows by descending length, in order if equal; return all rows [n], and the ranks' numbers [R].
-    """
+    """Sort each rank's rows by descending length, in order if equal; return all rows [n], and the ranks' numbers."""
     rows, num_rows = np.concatenate(ranks), np.array([len(rows) for rows in ranks])
     longest = int(lengths[rows].max(initial=0))
     rank = np.repeat(np.arange(len(ranks)), num_rows)
