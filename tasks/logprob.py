@@ -47,13 +47,7 @@ async def score_reference(
 
 @stage("teacher")
 async def score_teachers(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> ScoredColumn:
-    """Add `teacher_logprobs`: each row's log-probs under its teacher, given the prompt that this one reads.
-
-    Args:
-        run: The run.
-        policy: The policy.
-        batch: The rows.
-    """
+    """Add `teacher_logprobs`: each row's log-probs under its teacher, given the prompt that this one reads."""
     assert run.config.distillation is not None, "a run without teachers has no such stage"
     scoring = [_score_teacher(run, policy, batch, name) for name in run.config.distillation.teachers]
     parts = await asyncio.gather(*scoring) if score_together(run.config) else [await each for each in scoring]

@@ -60,11 +60,7 @@ class ReplayedStep:
 
 
 class ReplaySession:
-    """The workers of a replay, and what they put.
-
-    Args:
-        run: The scratch run.
-    """
+    """The workers of a replay, and what they put."""
 
     def __init__(self, run: RunHandle) -> None:
         self.run, self._directory = run, RunDirectory.of(run)

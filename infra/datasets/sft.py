@@ -213,11 +213,6 @@ def check_rows(config: RunConfig, rows: SftDataset, held_out: SftDataset | None,
 
 class _Reader:
     """Reads and encodes files, and counts their rows.
-
-    Args:
-        config: The run.
-        tokenizer: The tokenizer.
-
     Attributes:
         sizes: The usable rows of each file that is read.
         num_dropped: Those that are too long, of all.
@@ -256,12 +251,7 @@ class _Reader:
 
 
 class _Encoder:
-    """Encodes rows.
-
-    Args:
-        config: The run.
-        tokenizer: The tokenizer.
-    """
+    """Encodes rows."""
 
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         assert config.sft is not None

@@ -273,10 +273,6 @@ class RolloutEngine(Protocol):
 
         Nothing is computed before its first step.
 
-        Args:
-            sampling: How tokens are sampled.
-            several_turns: Whether rows are extended.
-
         Raises:
             EngineLostError: A process of the engine died; it has closed.
             ValueError: The engine can't sample so.

@@ -70,13 +70,7 @@ class Answers:
         pool.replies.on_reply = self._on_reply
 
     def open(self, row: int, prompt: PromptRow, seed: int) -> None:
-        """Begin a row's trajectory, and with it the reset of its environment, if it has one.
-
-        Args:
-            row: The row.
-            prompt: Its prompt.
-            seed: The environment's.
-        """
+        """Begin a row's trajectory, and with it the reset of its environment, if it has one."""
         state = self._rows[row] = _Row(prompt, seed)
         found = self._journal.recorded(row) if self._journal else []
         is_usable = bool(found) and found[0].begins_with == state.begins_with

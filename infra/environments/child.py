@@ -39,12 +39,7 @@ class LoadError(Exception):
 
 
 class PackageFinder(MetaPathFinder):
-    """Finds one package by its folder, so that nothing else in the folder around it can be imported.
-
-    Args:
-        name: The package.
-        folder: Its folder.
-    """
+    """Finds one package by its folder, so that nothing else in the folder around it can be imported."""
 
     def __init__(self, name: str, folder: str) -> None:
         self._name, self._folder = name, folder

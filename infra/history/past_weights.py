@@ -33,9 +33,6 @@ class History:
 
     Those from before it was forked are of its ancestors' histories: `lineage.owner_of` finds these.
 
-    Args:
-        directory: The run.
-
     Raises:
         RunError: It keeps no columns on disk, or has none yet.
     """

@@ -63,11 +63,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
 
 
 class Worker:
-    """What the episodes of a process share: their environment, and the server that is its model.
-
-    Args:
-        env: The environment's config, as JSON.
-    """
+    """What the episodes of a process share: their environment, and the server that is its model."""
 
     def __init__(self, env: str) -> None:
         self.environment = _load(json.loads(env))

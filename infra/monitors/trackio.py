@@ -11,13 +11,7 @@ from schemas.config.run import RunConfig
 
 
 class TrackioSink:
-    """A `Sink` that writes to a run in trackio's database on this machine.
-
-    Args:
-        monitor: The run's project.
-        run_id: The run's name.
-        config: The run's configuration.
-    """
+    """A `Sink` that writes to a run in trackio's database on this machine."""
 
     def __init__(self, monitor: TrackioMonitor, run_id: str, config: RunConfig) -> None:
         import trackio

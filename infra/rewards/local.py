@@ -16,11 +16,7 @@ from rl_core.rewards import (
 
 
 class LocalRewardScorer(RewardScorer):
-    """Computes rewards in this process: nothing stops a reward function that hangs or crashes.
-
-    Args:
-        function: The reward function.
-    """
+    """Computes rewards in this process: nothing stops a reward function that hangs or crashes."""
 
     def __init__(self, function: AnyRewardFunction) -> None:
         self._function = function
@@ -37,12 +33,7 @@ class LocalRewardScorer(RewardScorer):
 
 
 class LocalRewardBatch(RewardBatch):
-    """A batch that is scored in this process item by item, or at the end if calls may overlap.
-
-    Args:
-        function: The reward function.
-        runner: Runs it.
-    """
+    """A batch that is scored in this process item by item, or at the end if calls may overlap."""
 
     def __init__(self, function: AnyRewardFunction, runner: asyncio.Runner) -> None:
         self._function, self._runner = function, runner

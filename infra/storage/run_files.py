@@ -30,11 +30,7 @@ _NAME = "decisions.json"
 
 
 class MetricsFile:
-    """One line per finished step, evaluation and event, in order. A step is finished once its line is in the file.
-
-    Args:
-        lines: The file.
-    """
+    """One line per finished step, evaluation and event, in order. A step is finished once its line is in the file."""
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines

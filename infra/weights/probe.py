@@ -42,13 +42,7 @@ def probe_tokens(config: RunConfig) -> NDArray[np.int64]:
 
 @torch.no_grad()
 def score_probe(module: ScoringModule, config: RunConfig, compute_dtype: str) -> ProbeRow:
-    """Score the probe row with the trainer's own weights; all ranks must call it.
-
-    Args:
-        module: The trainer's.
-        config: The run.
-        compute_dtype: The trainer's.
-    """
+    """Score the probe row with the trainer's own weights; all ranks must call it."""
     ids = probe_tokens(config)
     tokens, one = torch.from_numpy(ids), torch.ones(1, dtype=torch.int64)
     row = pack_row(tokens[:1], one, tokens[1:], one * (len(ids) - 1))

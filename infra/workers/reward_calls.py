@@ -87,11 +87,7 @@ class WorkerRewardScorer(RewardScorer):
 
 
 class WorkerRewardBatch(RewardBatch):
-    """A batch of groups that reward workers score.
-
-    Args:
-        scorer: Calls them.
-    """
+    """A batch of groups that reward workers score."""
 
     def __init__(self, scorer: WorkerRewardScorer) -> None:
         self._scorer = scorer

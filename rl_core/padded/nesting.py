@@ -140,12 +140,6 @@ def from_padded(
 def to_padded(column: pa.LargeListArray, *, width: int, pad: float, side: Side = "right") -> torch.Tensor:
     """Pad a jagged column of B rows to the given width, even if its longest row is shorter.
 
-    Args:
-        column: A jagged column.
-        width: S.
-        pad: The value of the padding.
-        side: The side of the padding.
-
     Returns:
         [B, S] on the CPU, in the dtype of `as_tensor(column)`: uint16 ids become int32.
 

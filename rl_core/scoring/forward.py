@@ -58,11 +58,7 @@ def packed_hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
 
 
 def share_fault(config: PretrainedConfig) -> str | None:
-    """Return why packed sequences of a model can't share their prompts; None: they can.
-
-    Args:
-        config: The model's.
-    """
+    """Return why packed sequences of a model can't share their prompts; None: they can."""
     if position_limit(config) is not None:
         return "its positions depend on the length of each sequence (LongRoPE)"
     if has_recurrent_layers(config):

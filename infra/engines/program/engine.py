@@ -34,12 +34,7 @@ PARTS: tuple[EngineTag, ...] = ("weights", "cache")
 
 
 class ProgramRows:
-    """`DecodingRows` of an engine that is a program; of vLLM's, a turn computes at most a block of its history again.
-
-    Args:
-        engine: The engine.
-        sampling: How tokens are sampled.
-    """
+    """`DecodingRows` of an engine that is a program; in vLLM, a turn computes at most a block of its history again."""
 
     def __init__(self, engine: "ProgramEngine", sampling: Sampling) -> None:
         self._engine, self._sampling = engine, sampling
@@ -215,7 +210,7 @@ class ProgramEngine:
 
         Names are those of the transformers model's state dict, one of them for tied weights, of any floating dtype. If
         not complete, there are all or none of the tensors that vLLM fuses into one weight
-        (`infra.weights.buckets.blocks`). If a bucket is damaged, or no memory is left for one, the engine has no version.
+        (`infra.weights.buckets.blocks`). If a bucket is damaged, or no memory is left, the engine has no version.
         """
         self.check()
         assert "weights" not in self.asleep, "an engine is woken before it loads weights"

@@ -220,13 +220,7 @@ class Limits(NamedTuple):
 
 
 class ColumnServer:
-    """The actor that serves a node's files, pinned to it; it imports no model code.
-
-    Args:
-        run_id: The run.
-        limits: The store's settings.
-        token: The run's token.
-    """
+    """The actor that serves a node's files, pinned to it; it imports no model code."""
 
     def __init__(self, run_id: str, limits: Limits, token: str) -> None:
         import ray
