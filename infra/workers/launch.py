@@ -55,9 +55,6 @@ _SFT_POLICY = _worker(
 async def start_workers(run: RunHandle) -> list[WorkerPlace]:
     """Find or create all workers of the run, and wait until all have started: at the same time, unless they take turns.
 
-    Returns:
-        Where each computes.
-
     Raises:
         PipelineError: What the first worker to fail raised.
     """

@@ -51,9 +51,6 @@ def trace_activations(model: PreTrainedModel, num_tokens: int, *, longest: int, 
         longest: Tokens of the longest sequence; packed rows consist of sequences of this length.
         kind: Whether the row is packed, or a padded batch, for which a model may have an attention of its own.
 
-    Returns:
-        The bytes.
-
     Raises:
         ModelError: The model can't run without values, e.g. because it routes tokens by them, or can't be packed.
     """

@@ -89,9 +89,6 @@ def padded_scores(
         top_k: K.
         num_tokens: Among how many tokens they are sought.
 
-    Returns:
-        The scores, in the same order.
-
     Raises:
         ScoringError: The model uses packed attention, its LM head isn't supported, or a sequence is longer than its
             positions.
