@@ -20,15 +20,7 @@ from flows.configs import CONFIGS
 from flows.deployments.entrypoints import hold_pool
 from flows.lifecycle.cancellation import cancellable
 from flows.replay.fork import PlannedFork, plan_fork
-from flows.replay.replay import (
-    OF_METHOD,
-    OWN,
-    REPLAYED_SECTIONS,
-    StepFigures,
-    Steps,
-    compare_methods,
-    replay_config,
-)
+from flows.replay.replay import OF_METHOD, OWN, REPLAYED_SECTIONS, StepFigures, Steps, compare_methods, replay_config
 from flows.replay.session import in_ray
 from infra.history.past_weights import History
 from infra.storage import places

@@ -79,12 +79,7 @@ async def _score_teacher(
     return rows[rows_by_rank(plan)], await group.call(*how)
 
 
-def plan_scoring(
-    run: RunHandle,
-    batch: BatchHandle,
-    group: WorkerGroup,
-    apart: PairsLike = (),
-) -> ForwardPlan:
+def plan_scoring(run: RunHandle, batch: BatchHandle, group: WorkerGroup, apart: PairsLike = ()) -> ForwardPlan:
     """Deal a batch's rows to the ranks that score them; a prompt is computed once for its rows if the config says so.
 
     Args:

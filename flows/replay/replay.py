@@ -13,14 +13,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from flows.replay.session import ReplayedStep, ReplaySession, new_scratch_id, replay_session
-from infra.history.diff import (
-    Closeness,
-    StageDiff,
-    diff_columns,
-    diff_metrics,
-    diff_plans,
-    worst,
-)
+from infra.history.diff import Closeness, StageDiff, diff_columns, diff_metrics, diff_plans, worst
 from infra.history.kept_run import TokenTexts
 from infra.history.past_weights import History, Start
 from infra.history.stored_step import StoredStep, with_rewards

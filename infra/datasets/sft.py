@@ -20,14 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from infra.datasets.columns import (
-    MASK_COLUMN,
-    SFT_COLUMNS,
-    TOKENS,
-    TOOLS_COLUMN,
-    UNSUPPORTED_COLUMNS,
-    sft_columns,
-)
+from infra.datasets.columns import MASK_COLUMN, SFT_COLUMNS, TOKENS, TOOLS_COLUMN, UNSUPPORTED_COLUMNS, sft_columns
 from infra.datasets.files import read_rows
 from infra.datasets.order import RowOrder
 from infra.datasets.prompts import PromptDataset, PromptRow

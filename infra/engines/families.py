@@ -157,9 +157,7 @@ def branch_fault(config: RunConfig) -> str | None:
 
 def _sharing_fault(config: RunConfig) -> str | None:
     """Return why samples can't share prompts; None: they can."""
-    faults = {
-        'packing.kind is "padded"': config.packing.kind == "padded",
-    }
+    faults = {'packing.kind is "padded"': config.packing.kind == "padded"}
     if (fault := next((fault for fault, is_so in faults.items() if is_so), None)) is not None:
         return fault
     return _structural_fault(_family_of(config))

@@ -21,12 +21,7 @@ from rl_core.environments.base import Task
 from schemas.config.environment import TurnLimits
 from schemas.errors import EnvironmentImportError
 
-MODULES = (
-    infra.processes.lifeline,
-    infra.processes.calls,
-    infra.processes.threads,
-    infra.environments.child,
-)
+MODULES = (infra.processes.lifeline, infra.processes.calls, infra.processes.threads, infra.environments.child)
 # Loads the modules by their files: no package of Sluice is on the module path of its interpreter. Nor is the current
 # folder, which `-P` would not add either, but only in Python 3.11 and later. They are forgotten again, as packages that
 # an environment imports would lack them.
