@@ -29,14 +29,12 @@ class SourceCurriculum(CurriculumSettings):
     """A curriculum over `data.sources`."""
 
     kind: Literal["sources"] = "sources"
-    """Selects the sources."""
 
 
 class LevelCurriculum(CurriculumSettings):
     """A curriculum over levels of difficulty, which a number in each row's `extra_info` gives."""
 
     kind: Literal["levels"] = "levels"
-    """Selects levels of difficulty."""
 
     field: Annotated[str, Field(min_length=1)]
     """Field of `extra_info` with the number."""
