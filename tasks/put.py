@@ -31,7 +31,11 @@ async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHand
     else:
         results = await rollout_pool(run).dispatch(
             {shard.shard: partial(_put, run, policy, rollout, parts, shard) for shard in shards},
-            owners={shard.shard: shard.worker for shard in shards if _is_held(run, shard)},
+            owners={
+                shard.shard: shard.worker
+                for shard in shards
+                if not shard.reused and shard.worker < run.config.rollout.num_workers  # it may still exist
+            },
         )
     batch = new_batch(
         run_id=run.run_id,
@@ -55,11 +59,6 @@ def prompt_rows(results: Sequence[PutResult]) -> np.ndarray:
         rows.append(num_rows + own)
         num_rows += size
     return np.concatenate(rows)
-
-
-def _is_held(run: RunHandle, shard: RolloutShard) -> bool:
-    """Return whether a worker that may still exist has generated the rows."""
-    return not shard.reused and shard.worker < run.config.rollout.num_workers
 
 
 async def _put(

@@ -320,7 +320,9 @@ def replay_config(directory: RunDirectory, overrides: Sequence[str]) -> tuple[Ru
     before = directory.config()
     after = override_config(before, overrides, directory.run_id)
     changed = changed_keys(before, after)
-    if rejected := [key for key in changed if not (_is_section(key) or _is_place(key))]:
+    if rejected := [
+        key for key in changed if not (_is_section(key) or (key.startswith(PLACE_KEYS) and is_changeable(key)))
+    ]:
         raise ConfigError(
             f"a replay uses the rows that run {directory.run_id} stored, which a different {', '.join(rejected)} would "
             f"change or doesn't affect; sluice fork starts a run that goes on with it. What a replay may change: "
@@ -343,10 +345,6 @@ def changes_rewards(changed: Sequence[str]) -> bool:
 
 def _is_section(key: str) -> bool:
     return key.split(".")[0] in REPLAYED_SECTIONS and not _OF_ROWS.fullmatch(key)
-
-
-def _is_place(key: str) -> bool:
-    return key.startswith(PLACE_KEYS) and is_changeable(key)
 
 
 def score_steps(steps: Sequence[StoredStep], config: RunConfig) -> list[RolloutHandle]:

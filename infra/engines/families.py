@@ -141,7 +141,8 @@ def with_sharing(config: RunConfig) -> tuple[RunConfig, str]:
         if config.sft is not None:
             what = "what rows begin with in common is computed once"
         line = f"{what} in a micro-batch (packing.share_prompts)"
-    if _may_branch(config) and (of_branches := branch_fault(config)) is not None:
+    decides_on_chats = any(environment.kind != "tools" for environment in config.environments)
+    if decides_on_chats and (of_branches := branch_fault(config)) is not None:
         line += f"; a trajectory that branches fails, as {of_branches}"
     return config.replace(packing=config.packing.replace(share_prompts=fault is None)), line
 
@@ -172,11 +173,6 @@ def shares_prompts(config: RunConfig, model: ModelConfig, longest: int) -> bool:
         longest: See `check_scoring`.
     """
     return bool(config.packing.share_prompts) and _structural_fault(_read_family(model, longest)) is None
-
-
-def _may_branch(config: RunConfig) -> bool:
-    """Return whether environments of a run decide on their own chats."""
-    return any(environment.kind != "tools" for environment in config.environments)
 
 
 def _structural_fault(family: "_Family") -> str | None:

@@ -52,7 +52,7 @@ class Interpreter:
         if self.variables is None:
             return
         where = f"environment.python {self.python!r} on {platform.node()}"
-        advice = f"set it to the program of a Python of at least {_dotted(OLDEST)}, such as venv/bin/python"
+        advice = f"set it to the program of a Python of at least {'.'.join(map(str, OLDEST))}, such as venv/bin/python"
         try:
             result = subprocess.run(
                 [self.python, "-c", _VERSION],
@@ -101,7 +101,3 @@ def _added_folders() -> list[str | None]:
         elif None not in folders:
             folders.append(None)
     return folders
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -180,7 +180,8 @@ class EnvironmentPool:
     def _hold(self, row: int, task: Task, seed: int, number: int) -> HeldEnvironment:
         assert self._slots, "the pool isn't started, or is closed"
         assert row not in self._rows, f"row {row} has an environment: end it first"
-        slot, limits = min(self._slots_by_class[number], key=_num_environments), self._classes[number].limits
+        slot = min(self._slots_by_class[number], key=lambda slot: slot.num_environments)
+        limits = self._classes[number].limits
         self._num_opened += 1
         environment = HeldEnvironment(number=self._num_opened, row=row, task=task, seed=seed, limits=limits)
         self._rows[row] = environment, slot
@@ -204,10 +205,6 @@ class EnvironmentPool:
     def _take(self, rows: Collection[int]) -> dict[int, Reply]:
         self._calling.difference_update(rows)
         return {row: self.replies.pop(row) for row in sorted(rows)}
-
-
-def _num_environments(slot: EnvironmentSlot) -> int:
-    return slot.num_environments
 
 
 def _settings_of(made: EnvironmentClass, interpreter: Interpreter) -> dict[str, Any]:

@@ -40,10 +40,6 @@ class Quantity:
     numbers: tuple[float, ...]
     joints: tuple[str, ...] = ()
 
-    @property
-    def is_list(self) -> bool:
-        return "," in self.joints
-
     def equals(self, other: "Quantity", relative: float | None, absolute: float) -> bool:
         """Return whether each number is within one of the tolerances of the other's, and all are joined alike."""
         return self.joints == other.joints and all(
@@ -60,7 +56,7 @@ def load_numeric(config: NumericReward) -> RewardFunction:
 
     def score_numeric(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:
         expected = expected_quantity(answer)
-        found = last_quantity(completion, lists=expected.is_list)
+        found = last_quantity(completion, lists="," in expected.joints)
         tolerances = config.relative_tolerance, config.absolute_tolerance
         return float(found is not None and found.equals(expected, *tolerances))
 

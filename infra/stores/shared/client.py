@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from infra.stores.base import ColumnStore, check_same_content, lost_store_error, removed_folder_error
+from infra.stores.base import ColumnStore, check_same_content, lost_store_error
 from infra.stores.chunk_reads import ChunkRead, decode_chunk
 from infra.stores.shared.flight import Endpoint, FlightClient
 from infra.stores.shared.node_files import RemoteColumns, map_chunk, write_chunk
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef, StoreUsage
-from schemas.errors import ChunkNotFoundError
+from schemas.errors import ChunkNotFoundError, StoreError
 
 _CLOSE_SECONDS = 10.0
 
@@ -128,7 +128,7 @@ class SharedColumnStore(ColumnStore):
         except FileNotFoundError:
             if self._call("forget_server", location):
                 return {}
-            raise removed_folder_error(key, folder) from None
+            raise StoreError(f"can't put {key}: {folder} was removed while the run was active") from None
         return dict(self._call("put", str(key), columns.num_rows, num_bytes, File(location, name)))
 
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
