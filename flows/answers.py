@@ -15,7 +15,7 @@ from schemas.config.reward import (
     NumericReward,
     ReasoningGymReward,
     RewardConfig,
-    WeightedReward,
+    parts_of,
 )
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
@@ -57,7 +57,7 @@ def check_answers(config: RunConfig, prompts: PromptDataset, held_out: PromptDat
 
 
 def _compared(reward: RewardConfig) -> Iterator[RewardConfig]:
-    for each in [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]:
+    for each in parts_of(reward):
         if type(each) in RESPONSES:
             yield each
 

@@ -20,7 +20,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from infra.storage.folder import read_record
 from infra.storage.runs import RunDirectory
 from schemas.base import Frozen, digest_of
-from schemas.config.reward import FunctionReward, GroupFunctionReward, WeightedReward, reward_models
+from schemas.config.reward import reward_models, user_functions
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
 
@@ -336,10 +336,7 @@ def _code_digests(config: RunConfig) -> dict[str, str]:
 
 
 def _import_paths(config: RunConfig) -> Iterator[str]:
-    reward = config.reward
-    for each in [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]:
-        if isinstance(each, FunctionReward | GroupFunctionReward):
-            yield each.path
+    yield from (function.path for function in user_functions(config.reward))
     for environment in config.environments:
         yield from environment.import_paths
 

@@ -281,13 +281,16 @@ class WeightedReward(IsolatedReward):
 RewardConfig = Annotated[_OfOneResponse | GroupFunctionReward | WeightedReward, Field(discriminator="kind"), _Refusal]
 
 
-def reward_models(reward: RewardConfig) -> tuple[ModelReward, ...]:
+def parts_of(reward: InProcessReward) -> list[Any]:
+    """Return the rewards of a weighted sum, or a reward itself."""
+    return [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
+
+
+def reward_models(reward: InProcessReward) -> tuple[ModelReward, ...]:
     """Return the reward models of a reward: itself or its parts, which are computed on workers of their own."""
-    rewards = [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
-    return tuple(each for each in rewards if isinstance(each, ModelReward))
+    return tuple(each for each in parts_of(reward) if isinstance(each, ModelReward))
 
 
 def user_functions(reward: InProcessReward) -> list[FunctionReward | GroupFunctionReward]:
     """Return the users' functions of a reward, itself or parts of it."""
-    parts = [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
-    return [part for part in parts if isinstance(part, FunctionReward | GroupFunctionReward)]
+    return [part for part in parts_of(reward) if isinstance(part, FunctionReward | GroupFunctionReward)]
