@@ -39,9 +39,8 @@ from schemas.config.run import RunConfig
 from schemas.plan import StepPlan
 from schemas.rollout import RolloutHandle
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, UpdateReport
-from tasks.advantage import compute_step_advantages
+from tasks.advantage import compute_step_advantages, update_policy
 from tasks.logprob import plan_scoring, score_behavior, score_reference, score_teachers
-from tasks.update import update_policy
 
 logger = logging.getLogger(__name__)
 

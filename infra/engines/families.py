@@ -17,7 +17,7 @@ from rl_core.model_folder import load_config
 from rl_core.scoring import Structure, check_structure
 from rl_core.scoring.comparison import one_line_errors, score_alone
 from rl_core.scoring.miniature import LIMIT_TOKENS, build_miniature, single_thread
-from rl_core.scoring.positions import position_limit
+from rl_core.scoring.per_sequence import position_limit
 from rl_core.scoring.structure import MAX_DIFFERENCE, relative_difference
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import TransformersRollout
@@ -158,10 +158,7 @@ def branch_fault(config: RunConfig) -> str | None:
 
 def _sharing_fault(config: RunConfig) -> str | None:
     """Return why samples can't share prompts; None: they can."""
-    faults = {'packing.kind is "padded"': config.packing.kind == "padded"}
-    if (fault := next((fault for fault, is_so in faults.items() if is_so), None)) is not None:
-        return fault
-    return _structural_fault(_family_of(config))
+    return 'packing.kind is "padded"' if config.packing.kind == "padded" else _structural_fault(_family_of(config))
 
 
 def shares_prompts(config: RunConfig, model: ModelConfig, longest: int) -> bool:

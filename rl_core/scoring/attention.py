@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from rl_core.scoring.explicit import explicit_attention, visible_keys
-from rl_core.scoring.positions import use_own_lengths
-from rl_core.scoring.recurrent import isolate_recurrent_layers, map_runs
+from rl_core.scoring.per_sequence import isolate_recurrent_layers, map_runs, use_own_lengths
 from schemas.errors import ScoringError
 
 # Arguments of transformers' mask functions (`sdpa_mask`) that change nothing about the mask of a packed row.

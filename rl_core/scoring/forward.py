@@ -8,8 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rl_core.scoring.attention import require_packed_attention, require_padded_attention
 from rl_core.scoring.packing import PackedRow
-from rl_core.scoring.positions import position_limit
-from rl_core.scoring.recurrent import has_recurrent_layers
+from rl_core.scoring.per_sequence import has_recurrent_layers, position_limit
 from rl_core.scoring.routing import ROUTED_EXPERTS
 from schemas.errors import ScoringError
 
