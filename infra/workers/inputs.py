@@ -309,7 +309,7 @@ def evaluation_digest(config: RunConfig) -> str:
 
 def _measure(config: RunConfig) -> RunInputs:
     return RunInputs(
-        data={path: data_digest(path) for path in _data_paths(config)},
+        data={path: data_digest(path) for path in config.data.paths},
         tokenizer=_tokenizer_digest(Path(config.model.path)),
         code=_code_digests(config),
     )
@@ -317,11 +317,6 @@ def _measure(config: RunConfig) -> RunInputs:
 
 def _load(directory: RunDirectory) -> RunInputs | None:
     return read_record(directory.folder, _NAME, RunInputs, "restore it")
-
-
-def _data_paths(config: RunConfig) -> list[str]:
-    held_out = [config.data.eval_path] if config.data.eval_path else []
-    return [*(source.path for source in config.data.train_sources), *held_out]
 
 
 def _tokenizer_digest(folder: Path) -> str:

@@ -203,6 +203,11 @@ class DataConfig(FrozenConfig):
         return self.sources if self.train_path is None else (PromptSource(path=self.train_path),)
 
     @property
+    def paths(self) -> list[str]:
+        """The places of all rows: training prompts, then those held out, if there are any."""
+        return [*(source.path for source in self.train_sources), *([self.eval_path] if self.eval_path else [])]
+
+    @property
     def source_names(self) -> tuple[str, ...]:
         """The names of what a curriculum chooses among: sources or levels, K."""
         if isinstance(self.curriculum, LevelCurriculum):
