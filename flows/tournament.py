@@ -355,10 +355,7 @@ def _standing(tournament: Tournament, method: str, fork: RunDirectory, stop: int
 
 @operation("train-fork")
 async def train_fork(fork: str, stop: int) -> str:
-    """Train a fork until it has `stop` steps, in a process of its own that ends with this one.
-
-    Returns:
-        Why its method can't go on; empty if it did.
+    """Train a fork until it has `stop` steps, in a process of its own that ends with this one; return why it stops.
 
     Raises:
         RunError: The fork stopped for a reason that is not its method's.

@@ -217,7 +217,7 @@ class DecodingRows(Protocol):
         ...
 
     def branch(self, row: int, request: GenerationRequest) -> int:
-        """Add the next turn of a row whose turn has ended, after other tokens than its own.
+        """Add the next turn of a row whose turn has ended, after other tokens than its own; return its new number.
 
         Those that an earlier turn of the row began with, too, are not computed again, if there is room to keep them and
         the model's layers can give them up one by one.
@@ -225,9 +225,6 @@ class DecodingRows(Protocol):
         Args:
             row: The row's number.
             request: All tokens before the turn, and one seed.
-
-        Returns:
-            The row's number from now on.
 
         Raises:
             ValueError: It is empty or too long.

@@ -156,10 +156,7 @@ class Journal:
         return self._recorded[self._rows[row]]
 
     def record(self, row: int, turn: int, exchange: Exchange) -> int:
-        """Record the reset of a row's trajectory as turn 0, a turn, or the answer to the turn that was recorded last.
-
-        Returns:
-            The number of the line, for `is_durable`.
+        """Record a row's reset (turn 0), turn, or answer to its last turn; return the line's number (`is_durable`).
 
         Raises:
             OSError: The journal can't be written.

@@ -48,15 +48,12 @@ def require_tracing(config: "RunConfig") -> None:
 
 
 def start_tracing(run_id: str, config: "RunConfig", instance: str) -> Callable[[], None]:
-    """Send this process's spans to the collector, if the config turns tracing on.
+    """Send this process's spans to the collector, if the config turns tracing on; return what stops it.
 
     Args:
         run_id: The run's id.
         config: Its configuration.
         instance: The process's name within the run.
-
-    Returns:
-        Stops it, after spans that are not sent yet, or after `FLUSH_SECONDS`.
     """
     global _tracer
     if not config.runtime.tracing:

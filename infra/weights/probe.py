@@ -57,10 +57,7 @@ def score_probe(module: ScoringModule, config: RunConfig, compute_dtype: str) ->
 
 
 def check_probe(engine: RolloutEngine, handle: WeightsHandle) -> float | None:
-    """Compare an engine's log-probs of the handle's probe row with the trainer's.
-
-    Returns:
-        The mean absolute difference, in nats; None if the handle has no probe row.
+    """Compare an engine's log-probs of the probe row with the trainer's: mean absolute difference, nats.
 
     Raises:
         StaleWeightsError: It is more than rounding explains; the engine has no version any more.

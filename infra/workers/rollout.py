@@ -241,7 +241,7 @@ class RolloutWorker:
         reward_parts: Sequence[str],
         holder: int,
     ) -> PutResult | None:
-        """Store the samples of a shard's kept groups as one chunk, and drop the shard from this worker.
+        """Store a shard's kept groups as one chunk, and drop the shard here; None if its rows aren't here.
 
         Args:
             step: The step.
@@ -251,9 +251,6 @@ class RolloutWorker:
             reward_parts: The reward parts of all the step's samples, so that all chunks have the same columns.
             holder: The number of the worker that has generated the rows which the driver knows. Another one may hold
                 rows of the shard from before a kill of the driver.
-
-        Returns:
-            The chunk; None if this worker doesn't hold the shard's rows.
 
         Raises:
             StoreError: The store rejects the chunk; the worker keeps the shard.

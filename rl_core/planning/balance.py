@@ -28,15 +28,12 @@ MIN_GAIN = 1e-3  # fraction of the gap between two ranks that an exchange must c
 def row_costs(
     lengths: NDArray[np.int64], apart: NDArray[np.float64] | None = None, *, quadratic: float = QUADRATIC_COST
 ) -> Costs:
-    """Compute each row's cost in units of one token's linear work: len + quadratic * (len^2 - 2 * apart).
+    """Compute each row's cost, float64 [n], in units of a token's linear work: len + quadratic * (len^2 - 2 * apart).
 
     Args:
         lengths: [n] prompt + response tokens; responses alone would miss most of the work.
         apart: [n] pairs of these of which neither attends to the other, as they are on different branches; None: none.
         quadratic: The cost of attention for a pair of tokens, in the same unit.
-
-    Returns:
-        [n] float64.
     """
     tokens = lengths.astype(np.float64)
     pairs = tokens**2 if apart is None else tokens**2 - 2 * apart

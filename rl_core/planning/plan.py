@@ -110,7 +110,7 @@ def plan_forward(
     prefixes: PrefixesLike = None,
     pairs_apart: PairsLike = (),
 ) -> ForwardPlan:
-    """Plan one forward pass over all rows, such as for log-probs: without a shuffle or denominators.
+    """Plan one forward pass over all rows, without a shuffle or denominators; dummies are last, as in `plan_step`.
 
     Args:
         prompt_lengths: [N] tokens.
@@ -119,9 +119,6 @@ def plan_forward(
         token_budget: The maximum number of prompt + response tokens in a micro-batch.
         prefixes: See `plan_step`.
         pairs_apart: See `plan_step`.
-
-    Returns:
-        The plan; all ranks have the same number of micro-batches, empty ones (dummies) last.
 
     Raises:
         PlanError: No row has a response token, a row is longer than the budget, the arrays differ in length or

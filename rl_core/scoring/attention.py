@@ -181,7 +181,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend causally within each sequence of one packed row.
+    """Attend causally within each sequence of one packed row: [1, T, H, D], and None for the attention weights.
 
     CUDA tensors that the flash kernel supports (half precision, head sizes up to 256 in multiples of 8) use torch's
     varlen attention; all others use SDPA, sequence by sequence. A softcap or sinks are computed explicitly.
@@ -202,9 +202,6 @@ def packed_attention(
         softcap: Scores become softcap * tanh(score / softcap); None: they stay.
         s_aux: [H] sinks, a further score of each head; None: none. (transformers' name)
         **kwargs: Further options of the model; any that could change the result is refused.
-
-    Returns:
-        [1, T, H, D], and None for the attention weights.
 
     Raises:
         ScoringError: No boundaries, more than one row, a mask, dropout, or an unsupported kind of attention.

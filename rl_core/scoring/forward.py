@@ -27,14 +27,11 @@ def decoder(model: PreTrainedModel) -> nn.Module:
 
 
 def packed_hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """Run the model without its LM head on one packed row.
+    """Run the model without its LM head on one packed row: [T, hidden] after the final norm, in the model's dtype.
 
     Args:
         model: A causal language model that uses packed attention.
         row: The row, on the model's device.
-
-    Returns:
-        [T, hidden] hidden states after the final norm, in the model's dtype.
 
     Raises:
         ScoringError: The model uses another attention, or a sequence is longer than its positions.

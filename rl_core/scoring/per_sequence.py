@@ -84,15 +84,12 @@ def equal_runs(*boundaries: Tensor) -> list[tuple[tuple[int, ...], int]]:
 
 
 def map_runs(function: Callable[..., Tensor], *packed: tuple[Tensor, Tensor]) -> Tensor:
-    """Call a function of independent sequences once per run, and concatenate its results.
+    """Call a function of independent sequences once per run; concatenate its results, [T, ...] as the first tensor.
 
     Args:
         function: Takes a batch [N, L, ...] of each packed tensor, N sequences of its own L tokens, and returns that of
             the first one's shape.
         *packed: [T, ...] and its [S + 1] boundaries, from 0 to T, each.
-
-    Returns:
-        [T, ...], with T and L of the first packed tensor.
     """
     tensors, boundaries = zip(*packed, strict=True)
     runs = equal_runs(*boundaries)

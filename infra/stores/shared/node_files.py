@@ -100,16 +100,13 @@ def map_chunk(path: Path, ref: ChunkRef) -> pa.Buffer:
 
 
 def write_chunk(key: ChunkKey, folder: Path, columns: pa.RecordBatch, timeout_seconds: float) -> tuple[str, int]:
-    """Write a chunk's file; wait while the file system is full.
+    """Write a chunk's file, once the file system has room; return the file's name in the folder, and its bytes.
 
     Args:
         key: The chunk's name, for errors.
         folder: The folder of a `NodeFiles`.
         columns: The chunk.
         timeout_seconds: How long to wait for space.
-
-    Returns:
-        The file's name in the folder, and its size in bytes.
 
     Raises:
         FileNotFoundError: The folder is gone.
