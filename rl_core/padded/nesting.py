@@ -134,19 +134,6 @@ def from_padded(
     return jagged(cast_exactly(padded[exists], target), exists.sum(axis=1, dtype=np.int64))
 
 
-def to_padded(column: pa.LargeListArray, *, width: int, pad: float, side: Side = "right") -> torch.Tensor:
-    """Pad a jagged column of B rows to the given width, even if its longest row is shorter.
-
-    Returns:
-        [B, S] on the CPU, in the dtype of `as_tensor(column)`: uint16 ids become int32.
-
-    Raises:
-        ColumnError: A row is longer than the width, or the column is not jagged.
-        ValueError: The width is negative, the side is neither "left" nor "right", or the dtype can't hold `pad`.
-    """
-    return to_padded_at(column, RunLengths.from_lengths(row_lengths(column), width, side), pad)
-
-
 def to_padded_at(column: pa.LargeListArray, runs: RunLengths, pad: float) -> torch.Tensor:
     """Pad a jagged column of B rows by a mask, which may have holes: [B, S] on the CPU, as `as_tensor(column)`.
 

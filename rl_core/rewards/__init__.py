@@ -107,14 +107,6 @@ def _import(path: str, signature: str) -> Any:
     return function
 
 
-def _load_exact(_: ExactReward) -> RewardFunction:
-    return score_exact
-
-
-def _load_environment(_: EnvironmentReward) -> RewardFunction:
-    return score_environment
-
-
 def _load_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
     require_package("reasoning-gym", "reasoning_gym", "reasoning-gym")
     return score_full_marks if config.full_marks_only else score_reasoning_gym
@@ -130,8 +122,8 @@ LOADERS: Registry[[], AnyRewardFunction] = Registry(
     entry(FunctionReward, _load_function),
     entry(JudgeReward, _load_judge),
     entry(ModelReward, _load_model),
-    entry(ExactReward, _load_exact),
-    entry(EnvironmentReward, _load_environment),
+    entry(ExactReward, lambda _: score_exact),
+    entry(EnvironmentReward, lambda _: score_environment),
     entry(ReasoningGymReward, _load_reasoning_gym),
     entry(NumericReward, load_numeric),
     entry(MathReward, load_math),

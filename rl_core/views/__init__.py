@@ -15,7 +15,7 @@ Example:
     ('reward', 'advantages')
 """
 
-from rl_core.views.chunks import concat, prune
+from rl_core.views.chunks import concat
 from rl_core.views.integers import decode_ints, encode_ints
 from rl_core.views.segments import ReadPlan, read_plan
 from rl_core.views.selection import (
@@ -34,7 +34,6 @@ __all__ = [
     "encode_ints",
     "new_batch",
     "number_prompts",
-    "prune",
     "read_plan",
     "select",
     "split",

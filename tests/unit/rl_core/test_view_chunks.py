@@ -2,10 +2,10 @@
 
 import pytest
 
-from rl_core.views import concat, decode_ints, prune, select, with_column
+from rl_core.views import concat, decode_ints, select, with_column
 from schemas.batch import ChunkRef
 from schemas.errors import ColumnError
-from tests.unit.rl_core.stored_batches import Stored, batch, check, chunks, pieces, rows_of
+from tests.unit.rl_core.stored_batches import Stored, batch, check, chunks, pieces, prune, rows_of
 
 
 def test_prune_drops_unused_chunks() -> None:

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.views import concat, prune, select, split, with_column
+from rl_core.views import concat, select, split, with_column
 from schemas.batch import BatchHandle
-from tests.unit.rl_core.stored_batches import Stored, batch, chunks, pieces, rows_of, stored_batches
+from tests.unit.rl_core.stored_batches import Stored, batch, chunks, pieces, prune, rows_of, stored_batches
 
 
 def draw_view(data: st.DataObject, view: BatchHandle, model: list[int]) -> tuple[BatchHandle, list[int]]:

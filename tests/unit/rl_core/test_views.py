@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from rl_core.views import concat, decode_ints, encode_ints, new_batch, prune, read_plan, select, split, with_column
+from rl_core.views import concat, decode_ints, encode_ints, new_batch, read_plan, select, split, with_column
 from schemas.batch import Segments
 from schemas.errors import ColumnError
-from tests.unit.rl_core.stored_batches import batch, check, chunks, pieces
+from tests.unit.rl_core.stored_batches import batch, check, chunks, pieces, prune
 
 
 def test_a_new_batch_is_its_chunks_in_order_in_constant_size() -> None:
