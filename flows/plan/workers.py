@@ -47,19 +47,12 @@ _TRACED: dict[Any, tuple[Activations, tuple[str, ...]]] = {}  # most changes tha
 
 @dataclass(frozen=True)
 class Placement:
-    """The node of each worker, by role and number; with GPUs, each worker has its own, shared only if colocated.
+    """The node of each worker, by role and number; with GPUs, each worker has its own, shared only if colocated."""
 
-    Attributes:
-        nodes: By role, the node of each worker.
-        is_colocated: Whether a worker of each role shares a GPU.
-        on_gpus: Whether workers have GPUs.
-        time_shares_gpus: Whether workers of a GPU move out of its memory while others compute.
-    """
-
-    nodes: dict[Role, tuple[int, ...]]
-    is_colocated: bool
-    on_gpus: bool
-    time_shares_gpus: bool = False
+    nodes: dict[Role, tuple[int, ...]]  # by role, the node of each worker
+    is_colocated: bool  # whether a worker of each role shares a GPU
+    on_gpus: bool  # whether workers have GPUs
+    time_shares_gpus: bool = False  # whether workers of a GPU move out of its memory while others compute
 
     def of_node(self, node: int) -> dict[Role, int]:
         """Return how many workers of each role are on a node."""
@@ -95,17 +88,11 @@ def place(config: RunConfig, cluster: Cluster) -> Placement:
 
 @dataclass(frozen=True)
 class RewardBytes:
-    """The bytes of a reward worker.
+    """The bytes of a reward worker."""
 
-    Attributes:
-        weights: Of the model, in the compute dtype.
-        forward: Beyond the weights, of a packed row at the token budget.
-        warnings: What could not be counted.
-    """
-
-    weights: int
-    forward: int
-    warnings: tuple[str, ...] = ()
+    weights: int  # of the model, in the compute dtype
+    forward: int  # beyond the weights, of a packed row at the token budget
+    warnings: tuple[str, ...] = ()  # what could not be counted
 
     @classmethod
     def of(cls, config: RunConfig, *, on_gpus: bool) -> "RewardBytes | None":

@@ -97,17 +97,11 @@ class StepFigures(Frozen):
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a run that are to be replayed, and what the weights before them are made of.
+    """The steps of a run that are to be replayed, and what the weights before them are made of."""
 
-    Attributes:
-        history: The run.
-        start: What the weights before the first of them are made of.
-        stored: The steps.
-    """
-
-    history: History
-    start: Start
-    stored: tuple[StoredStep, ...]
+    history: History  # the run
+    start: Start  # what the weights before the first of them are made of
+    stored: tuple[StoredStep, ...]  # the steps
 
     @classmethod
     def find(cls, history: History, first: int, stop: int) -> "Steps":

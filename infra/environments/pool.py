@@ -18,17 +18,11 @@ __all__ = ["EnvironmentClass", "EnvironmentPool", "Failure", "Reply"]
 
 @dataclass(frozen=True)
 class EnvironmentClass:
-    """A class of which a pool makes environments.
+    """A class of which a pool makes environments."""
 
-    Attributes:
-        path: Its import path, `module:Class`.
-        limits: Time limits, the length of observations, the number of processes, and their interpreter.
-        arguments: Its keyword arguments, in JSON's types.
-    """
-
-    path: str
-    limits: TurnLimits
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    path: str  # its import path, `module:Class`
+    limits: TurnLimits  # time limits, the length of observations, the number of processes, and their interpreter
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # its keyword arguments, in JSON's types
 
 
 class EnvironmentPool:

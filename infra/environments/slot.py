@@ -130,12 +130,9 @@ class Replies(dict[int, Reply]):
     """The replies that wait to be taken, by row.
 
     It belongs to a pool and to its processes, and so must not refer to either: a pool that nobody uses kills them.
-
-    Attributes:
-        on_reply: Called with a row and its reply, when it comes.
     """
 
-    on_reply: Callable[[int, Reply], None] | None = None
+    on_reply: Callable[[int, Reply], None] | None = None  # called with a row and its reply, when it comes
 
     def add(self, row: int, reply: Reply) -> None:
         """Add the reply to a row's call."""

@@ -31,17 +31,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class ProcessCall:
-    """What a process runs at a time, from when it waits to be sent until it is answered.
+    """What a process runs at a time, from when it waits to be sent until it is answered."""
 
-    Attributes:
-        number: Differs from that of all others that its process may have.
-        is_suspect: Whether it may have been the cause of the loss of its process: then it is run on its own.
-        has_ended_process: Whether it was the cause of one that ended.
-    """
-
-    number: int
-    is_suspect: bool = False
-    has_ended_process: bool = False
+    number: int  # differs from that of all others that its process may have
+    is_suspect: bool = False  # whether it may have been the cause of the loss of its process: then it is run on its own
+    has_ended_process: bool = False  # whether it was the cause of one that ended
 
 
 AnyCall = TypeVar("AnyCall", bound=ProcessCall)

@@ -79,21 +79,13 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class Row:
-    """A sample of a prompt, with its response so far.
+    """A sample of a prompt, with its response so far."""
 
-    Attributes:
-        step: The step that will train on it.
-        group: Its prompt's number within that step.
-        number: Its number within the group.
-        prompt: Its prompt.
-        response: Its tokens so far; None: it has not begun.
-    """
-
-    step: int
-    group: int
-    number: int
-    prompt: PromptRow
-    response: Generation | None = None
+    step: int  # the step that will train on it
+    group: int  # its prompt's number within that step
+    number: int  # its number within the group
+    prompt: PromptRow  # its prompt
+    response: Generation | None = None  # its tokens so far; None: it has not begun
 
     @property
     def num_tokens(self) -> int:

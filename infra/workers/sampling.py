@@ -33,19 +33,12 @@ class ScoredResponse:
 
 @dataclass(frozen=True)
 class ResponseStart:
-    """What a response begins with.
+    """What a response begins with."""
 
-    Attributes:
-        prompt: Its prompt.
-        group: The number of its prompt in the batch: those to one prompt are next to each other, and share a prefill.
-        seed: The seed of its tokens.
-        environment_seed: The seed of its environment, if there is one; all responses to a prompt have the same.
-    """
-
-    prompt: PromptRow
-    group: int
-    seed: int
-    environment_seed: int
+    prompt: PromptRow  # its prompt
+    group: int  # the number of its prompt in the batch: those to one prompt are next to each other, and share a prefill
+    seed: int  # the seed of its tokens
+    environment_seed: int  # the seed of its environment, if there is one; all responses to a prompt have the same
 
 
 class ResponseSampler:

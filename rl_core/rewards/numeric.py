@@ -30,15 +30,10 @@ _LISTED = re.compile(r"\s*[,;]\s*(?:and\s+)?|\s+and\s+")
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number; or numbers that belong together, such as a time, a date, a pair, or an unevaluated expression.
+    """A number; or numbers that belong together, such as a time, a date, a pair, or an unevaluated expression."""
 
-    Attributes:
-        numbers: Their values.
-        joints: What stands between them, one fewer.
-    """
-
-    numbers: tuple[float, ...]
-    joints: tuple[str, ...] = ()
+    numbers: tuple[float, ...]  # their values
+    joints: tuple[str, ...] = ()  # what stands between them, one fewer
 
     def equals(self, other: "Quantity", relative: float | None, absolute: float) -> bool:
         """Return whether each number is within one of the tolerances of the other's, and all are joined alike."""

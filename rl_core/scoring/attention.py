@@ -34,13 +34,9 @@ _FLASH_HEAD_SIZES = range(8, 257, 8)
 
 @dataclass(frozen=True)
 class PackedMask:
-    """A causal mask.
+    """A causal mask."""
 
-    Attributes:
-        sliding_window: A token sees itself and the window - 1 tokens before it; None: all tokens before it.
-    """
-
-    sliding_window: int | None
+    sliding_window: int | None  # a token sees itself and the window - 1 tokens before it; None: all tokens before it
 
     def __getitem__(self, _: Any) -> NoReturn:
         """Refuse what sparse attentions do: to take a mask as a tensor, and hide more keys in it."""
@@ -51,19 +47,12 @@ class PackedMask:
 
 @dataclass(frozen=True, eq=False)
 class SharedKeys:
-    """The keys of consecutive sequences of a row in which some share a prompt, put together at once.
+    """The keys of consecutive sequences of a row in which some share a prompt, put together at once."""
 
-    Attributes:
-        num_queries: The sequences' own tokens in the row, t.
-        cu_queries: [s + 1] int32 boundaries of these, from 0 to t.
-        index: [L] int64, the row's tokens that are keys, sequence by sequence: the prompt's, then the response's.
-        cu_keys: [s + 1] int32 boundaries of the sequences in `index`, from 0 to L.
-    """
-
-    num_queries: int
-    cu_queries: Tensor
-    index: Tensor
-    cu_keys: Tensor
+    num_queries: int  # the sequences' own tokens in the row, t
+    cu_queries: Tensor  # [s + 1] int32 boundaries of these, from 0 to t
+    index: Tensor  # [L] int64, the row's tokens that are keys, sequence by sequence: the prompt's, then the response's
+    cu_keys: Tensor  # [s + 1] int32 boundaries of the sequences in `index`, from 0 to L
 
     def to(self, device: torch.device | str) -> "SharedKeys":
         """Return the keys with the tensors on `device`."""

@@ -31,21 +31,13 @@ class File(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """What a client needs.
+    """What a client needs."""
 
-    Attributes:
-        endpoint: Where its requests go.
-        incarnation: The store's incarnation.
-        location: The column server of its node.
-        folder: That server's files.
-        put_timeout_seconds: How long a put waits for memory.
-    """
-
-    endpoint: Endpoint
-    incarnation: str
-    location: str
-    folder: str
-    put_timeout_seconds: float
+    endpoint: Endpoint  # where its requests go
+    incarnation: str  # the store's incarnation
+    location: str  # the column server of its node
+    folder: str  # that server's files
+    put_timeout_seconds: float  # how long a put waits for memory
 
 
 class SharedColumnStore(ColumnStore):

@@ -197,23 +197,14 @@ def _files(pool: Path, suffix: str) -> list[tuple[int, Path]]:
 
 
 class Limits(NamedTuple):
-    """The settings of a store.
+    """The settings of a store."""
 
-    Attributes:
-        capacity_bytes: The limit on the bytes of all held chunks together.
-        put_timeout_seconds: How long a put waits for other steps to be cleared.
-        shared_memory: `runtime.shared_memory`.
-        tls: See `FlightServer`.
-        owner: Who started the run.
-        driver_seconds: `timeouts.driver_seconds`.
-    """
-
-    capacity_bytes: int
-    put_timeout_seconds: float
-    shared_memory: str | None = None
-    tls: Tls | None = None
-    owner: str = ""
-    driver_seconds: float = math.inf
+    capacity_bytes: int  # the limit on the bytes of all held chunks together
+    put_timeout_seconds: float  # how long a put waits for other steps to be cleared
+    shared_memory: str | None = None  # `runtime.shared_memory`
+    tls: Tls | None = None  # see `FlightServer`
+    owner: str = ""  # who started the run
+    driver_seconds: float = math.inf  # `timeouts.driver_seconds`
 
 
 class ColumnServer:
