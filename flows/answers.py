@@ -9,14 +9,7 @@ from infra.rewards.open import open_reward_scorer
 from rl_core.rewards import RewardItem, RewardOutcome
 from rl_core.rewards.math import mark_answer
 from schemas.config.data import LevelCurriculum
-from schemas.config.reward import (
-    ExactReward,
-    MathReward,
-    NumericReward,
-    ReasoningGymReward,
-    RewardConfig,
-    parts_of,
-)
+from schemas.config.reward import ExactReward, MathReward, NumericReward, ReasoningGymReward, RewardConfig, parts_of
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
 

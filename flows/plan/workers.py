@@ -128,32 +128,19 @@ class WorkerMemory(Frozen):
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What the memory of a run's workers is computed from.
+    """What the memory of a run's workers is computed from."""
 
-    Attributes:
-        policy: The weights of a policy rank, adapters included.
-        reference: Those of a reference rank; None without reference workers.
-        teacher: The same of the teacher that takes most, whose weights stand for a policy rank's; None without one.
-        reward: Those of a reward worker; None without one.
-        whole: All weights of an engine, in float32: with adapters merged, or with room for them as such.
-        activations: Of a micro-batch with the most tokens.
-        micro_tokens: Its tokens.
-        token_bytes: Float32 KV-cache bytes of a token.
-        engine_itemsize: Bytes of a number in the engine's weights and KV cache.
-        vocab_size: Entries.
-        warnings: What could not be counted.
-    """
-
-    policy: WeightBytes
-    reference: WeightBytes | None
-    reward: RewardBytes | None
-    whole: int
-    activations: Activations
-    micro_tokens: int
-    token_bytes: int
-    engine_itemsize: int
-    vocab_size: int
-    warnings: tuple[str, ...]
+    policy: WeightBytes  # the weights of a policy rank, adapters included
+    reference: WeightBytes | None  # those of a reference rank; None without reference workers
+    reward: RewardBytes | None  # those of a reward worker; None without one
+    whole: int  # all weights of an engine, in float32: with adapters merged, or with room for them as such
+    activations: Activations  # of a micro-batch with the most tokens
+    micro_tokens: int  # its tokens
+    token_bytes: int  # float32 KV-cache bytes of a token
+    engine_itemsize: int  # bytes of a number in the engine's weights and KV cache
+    vocab_size: int  # entries
+    warnings: tuple[str, ...]  # what could not be counted
+    # The same of the teacher that takes most, whose weights stand for a policy rank's; None without one.
     teacher: "ModelMemory | None" = None
 
     @classmethod

@@ -28,20 +28,14 @@ _VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 @dataclass(frozen=True)
 class Interpreter:
-    """An interpreter, and where its processes find modules.
+    """An interpreter, and where its processes find modules."""
 
-    Attributes:
-        python: The program.
-        module_path: For `sys.path`; None stands for the interpreter's own folders.
-        packages: Folders of Sluice's packages by name, for another interpreter: `rl_core` and `infra`, which are found
-            before others of these names, and `schemas`, which is found after.
-        variables: The environment variables; None: the run's.
-    """
-
-    python: str
-    module_path: Sequence[str | None]
+    python: str  # the program
+    module_path: Sequence[str | None]  # for `sys.path`; None stands for the interpreter's own folders
+    # Folders of Sluice's packages by name, for another interpreter: `rl_core` and `infra`, which are found before
+    # others of these names, and `schemas`, which is found after.
     packages: Mapping[str, str]
-    variables: Mapping[str, str] | None
+    variables: Mapping[str, str] | None  # the environment variables; None: the run's
 
     def check(self) -> None:
         """Check that the program is a Python that runs here, and is new enough.

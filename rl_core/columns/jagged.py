@@ -188,19 +188,13 @@ def advantages_of_turns(advantages: pa.Array, sampled: pa.Array, between: pa.Arr
 
 
 class Branches(NamedTuple):
-    """Where turns of some rows leave the order of their row's tokens, and go on from an earlier one.
+    """Where turns of some rows leave the order of their row's tokens, and go on from an earlier one."""
 
-    Attributes:
-        row: int64 [B], the row of each, ascending.
-        turn: int64 [B], the number of the turn in its row, from 0 on.
-        start: int64 [B], where in the response its tokens begin, those between it and the turn before it first.
-        parent: int64 [B], the token that it goes on from: 0 is the first one of the response, -1 the last one of the
-            prompt; -(P + 1) with a prompt of P tokens: it begins from nothing.
-    """
-
-    row: Array
-    turn: Array
-    start: Array
+    row: Array  # int64 [B], the row of each, ascending
+    turn: Array  # int64 [B], the number of the turn in its row, from 0 on
+    start: Array  # int64 [B], where in the response its tokens begin, those between it and the turn before it first
+    # int64 [B], the token that it goes on from: 0 is the first one of the response, -1 the last one of the
+    # prompt; -(P + 1) with a prompt of P tokens: it begins from nothing.
     parent: Array
 
 

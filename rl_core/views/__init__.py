@@ -18,14 +18,7 @@ Example:
 from rl_core.views.chunks import concat
 from rl_core.views.integers import decode_ints, encode_ints
 from rl_core.views.segments import ReadPlan, read_plan
-from rl_core.views.selection import (
-    new_batch,
-    number_prompts,
-    select,
-    split,
-    with_column,
-    with_groups,
-)
+from rl_core.views.selection import new_batch, number_prompts, select, split, with_column, with_groups
 
 __all__ = [
     "ReadPlan",
