@@ -32,11 +32,6 @@ def response_of(reward: RewardConfig, answer: str) -> str:
 def check_answers(config: RunConfig, prompts: PromptDataset, held_out: PromptDataset | None) -> None:
     """Check that each answer is right by the rewards that compare responses with it.
 
-    Args:
-        config: The run.
-        prompts: The training prompts.
-        held_out: The evaluation prompts, if there are any.
-
     Raises:
         DataError: An answer doesn't match itself, so that no response to its prompt could be right.
         RewardImportError: A reward can't be loaded.

@@ -299,12 +299,6 @@ async def hold_tournament(run_id: str, runs_dir: str, name: str, methods: tuple[
 
     What a fork has done already isn't repeated: the flow can be run again after any interruption.
 
-    Args:
-        run_id: The run's id.
-        runs_dir: The folder that holds the runs.
-        name: The tournament's name.
-        methods: Those that take part.
-
     Raises:
         RunError: A fork stopped for a reason that is not its method's; or no fork could go on.
     """

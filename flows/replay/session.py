@@ -119,12 +119,7 @@ class ReplaySession:
         return await update_policy.fn(self.run, self._handle(stored.step), handle)
 
     async def replay(self, stored: StoredStep, rollout: RolloutHandle) -> ReplayedStep:
-        """Compute all stages of a step after its rollout again.
-
-        Args:
-            stored: The step.
-            rollout: Its rows' scalars, with the rewards to use.
-        """
+        """Compute all stages of a step after its rollout again."""
         policy, config = self._handle(stored.step), self.run.config
         self.store.open(stored.step)
         batch, groups = stored.rows.replace(run_id=self.run.run_id), list[ColumnGroup]()
@@ -193,11 +188,6 @@ class ReplaySession:
 @contextmanager
 def replay_session(source: RunDirectory, config: RunConfig, run_id: str) -> Iterator[ReplaySession]:
     """Hold the workers of a replay, which are started when they are needed.
-
-    Args:
-        source: The run whose columns are read.
-        config: What the replay computes with.
-        run_id: Its id.
 
     Raises:
         ServiceError: No Ray responds.

@@ -23,11 +23,6 @@ def link_past(parent: RunDirectory, directory: RunDirectory, fork: Fork) -> None
 
     Where hard links don't work, nothing is there, and the parent is read in place. So are, in any case, columns and
     checkpoints that are not in its directory, but under `store.url` or `checkpoint.url`.
-
-    Args:
-        parent: The run that is forked.
-        directory: The fork's.
-        fork: Its origin.
     """
     directory.folder.remove_folder(PAST)  # of a fork that was interrupted
     if not (fork.step and parent.is_local and directory.is_local):

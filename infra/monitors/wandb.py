@@ -92,12 +92,7 @@ class _Note(Frozen):
 
 
 class _Attempts:
-    """The attempts of a run to log offline.
-
-    Args:
-        folder: Where the library makes a folder for each.
-        run_id: The run's id.
-    """
+    """The attempts of a run to log offline."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self._folder, self._path = folder, folder / f"{run_id}.json"

@@ -72,12 +72,6 @@ async def start_workers(run: RunHandle) -> list[WorkerPlace]:
 async def get_worker(run: RunHandle, role: Role, number: int = 0, found: Any | None = None) -> Any:
     """Find or create a worker, and wait until it has started; one whose engine has lost a process is created again.
 
-    Args:
-        run: The run.
-        role: The worker's role.
-        number: Its number.
-        found: Its handle, if it is known.
-
     Raises:
         WorkerLostError: It died; or its node can't be reached, and it was killed.
     """

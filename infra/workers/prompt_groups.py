@@ -31,14 +31,7 @@ PARTIAL_COLUMNS = ("response_ids", "sampler_logprobs", "sampler_versions", "fini
 
 
 class Evaluator:
-    """Samples and scores responses to held-out prompts, as the config's `eval` section says.
-
-    Args:
-        config: The run's configuration.
-        prompts: The held-out prompts.
-        sampler: Samples with the weights to evaluate.
-        sampling: How tokens are sampled.
-    """
+    """Samples and scores responses to held-out prompts, as the config's `eval` section says."""
 
     def __init__(self, config: RunConfig, prompts: PromptDataset, sampler: ResponseSampler, sampling: Sampling) -> None:
         self._config, self._prompts, self._sampler, self._sampling = config, prompts, sampler, sampling

@@ -164,10 +164,6 @@ class RolloutWorker:
     def load_weights(self, version: int, transport: Transport) -> LoadedWeights:
         """Load the weights of policy `version`, while the policy sends them; pending rows are kept.
 
-        Args:
-            version: The version.
-            transport: The transport by which they are sent.
-
         Raises:
             WeightsError: They are damaged, or of another version or model, or the engine computes with others.
             WorkerLostError: The policy is gone.

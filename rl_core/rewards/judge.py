@@ -50,11 +50,7 @@ class _Answer:
 
 
 class Judge(ManagedReward):
-    """Asks a judge for scores; one that answered a question before is not asked again.
-
-    Args:
-        config: The judge, and how its score is read.
-    """
+    """Asks a judge for scores; one that answered a question before is not asked again."""
 
     is_concurrent = True
 

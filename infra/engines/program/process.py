@@ -142,10 +142,6 @@ class EngineProcess:
     def start(self, arguments: Mapping[str, Any], *, eager: bool) -> StartedEngine:
         """Have the program load a model, which may take any time.
 
-        Args:
-            arguments: The model, and how to run it.
-            eager: Whether nothing is to be compiled.
-
         Raises:
             CallFailedError: It can't.
             ConfigError: Its answer is none to `start`, or it loaded the model otherwise than it was asked to.
