@@ -9,14 +9,7 @@ from infra.rewards.open import open_reward_scorer
 from rl_core.rewards import RewardItem, RewardOutcome
 from rl_core.rewards.math import mark_answer
 from schemas.config.data import LevelCurriculum
-from schemas.config.reward import (
-    ExactReward,
-    MathReward,
-    NumericReward,
-    ReasoningGymReward,
-    RewardConfig,
-    WeightedReward,
-)
+from schemas.config.reward import ExactReward, MathReward, NumericReward, ReasoningGymReward, RewardConfig, parts_of
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
 
@@ -39,11 +32,6 @@ def response_of(reward: RewardConfig, answer: str) -> str:
 def check_answers(config: RunConfig, prompts: PromptDataset, held_out: PromptDataset | None) -> None:
     """Check that each answer is right by the rewards that compare responses with it.
 
-    Args:
-        config: The run.
-        prompts: The training prompts.
-        held_out: The evaluation prompts, if there are any.
-
     Raises:
         DataError: An answer doesn't match itself, so that no response to its prompt could be right.
         RewardImportError: A reward can't be loaded.
@@ -57,7 +45,7 @@ def check_answers(config: RunConfig, prompts: PromptDataset, held_out: PromptDat
 
 
 def _compared(reward: RewardConfig) -> Iterator[RewardConfig]:
-    for each in [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]:
+    for each in parts_of(reward):
         if type(each) in RESPONSES:
             yield each
 

@@ -24,7 +24,6 @@ from infra.storage.runs import RunDirectory, new_run_id
 from rl_core.user_code import imported_now
 from schemas.config.load import parse_config, parse_values, read_toml
 from schemas.config.pipeline import PipelineConfig
-from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.step import RunSummary
 
@@ -80,7 +79,7 @@ async def train_run_async(
         take_secrets(parsed.services, starts=True)
         if (finished := finished_summary(parsed, run_id)) is not None:
             return finished
-        checked = _check(parsed, run_id)
+        checked = check_start(parsed, RunDirectory.at(parsed, run_id))
         with prefect_session(checked.services, Console()):
             try:
                 return await call_through_outages(
@@ -219,12 +218,3 @@ def _only_run(call: str, id_: str) -> Iterator[None]:
     finally:
         disconnect()  # else Ray would end the process, such as a notebook's, after a `sluice down`
         _active.clear()
-
-
-def _check(config: RunConfig, run_id: str) -> RunConfig:
-    """Return the config that a run starts or goes on with, checked.
-
-    Raises:
-        UserError: A part of it is not usable, or the run exists and is another one.
-    """
-    return check_start(config, RunDirectory.at(config, run_id))

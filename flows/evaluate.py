@@ -102,9 +102,6 @@ def _of_held_out(config: RunConfig, data_path: str | None, num_prompts: int | No
     """Return the config with these prompts, and without what takes no part: it may be gone, or not to be written to.
 
     Training prompts stay only if they decide which environment a held-out row has.
-
-    Raises:
-        DataError: They do, and are gone.
     """
     data = config.data.replace(eval_path=data_path or config.data.eval_path, reuse=None)
     first, *others = config.environment_by_source

@@ -30,9 +30,6 @@ def export_run(
         best: Whether to export the checkpoint with the best held-out accuracy instead.
         dtype: The dtype of the weights, a key of `DTYPES`; None for the one in the model's own config.
 
-    Returns:
-        The exported version.
-
     Raises:
         ConfigError: `out` is not empty, `dtype` is unknown, or both `version` and `best` are given.
         RunError: The run has no such checkpoint.

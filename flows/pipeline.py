@@ -130,11 +130,7 @@ async def _run_stage(plan: PipelinePlan, name: str, turn: Turn) -> PlannedRun:
 
 
 async def _train_all(plan: PipelinePlan, name: str, turn: Turn) -> None:
-    """Train a stage's runs, so many at the same time; one of a sweep that diverges is left out, for good.
-
-    Raises:
-        PipelineError: A run stopped; the others were stopped, too.
-    """
+    """Train a stage's runs, so many at the same time; one of a sweep that diverges is left out, for good."""
     runs, slots = plan.runs[name], asyncio.Semaphore(plan.config.stages[name].max_runs)
     folder = open_folder(str(plan.folder))
 
@@ -182,12 +178,7 @@ def _train_flow(run: PlannedRun) -> Flow[[RunConfig, str], Coroutine[Any, Any, R
 
 
 def _find_best(stage: StageConfig, runs: Sequence[PlannedRun]) -> PlannedRun:
-    """Return a stage's finished run, of a sweep the best one; of equal ones the first.
-
-    Raises:
-        PipelineError: All of them have diverged.
-        QueryError: The query names none of them.
-    """
+    """Return a stage's finished run, of a sweep the best one; of equal ones the first."""
     if len(runs) == 1:
         return runs[0]
     finished = [run for run in runs if finished_summary(run.config, run.run_id) is not None]
@@ -209,12 +200,7 @@ def _score(run: PlannedRun) -> float:
 
 
 async def _pass_gate(plan: PipelinePlan, best: dict[str, PlannedRun]) -> dict[str, float | None]:
-    """Return accuracy and gain of the last model.
-
-    Raises:
-        GateError: The gate asks for more.
-        QueryError: Its query can't be answered.
-    """
+    """Return accuracy and gain of the last model."""
     run = best[plan.config.last_stage]
     after, before = await run_in_thread("the gate's evaluation", partial(_accuracies, plan, run))
     gain = None if after is None or before is None else after - before
@@ -276,11 +262,7 @@ def _failures(plan: PipelinePlan, best: dict[str, PlannedRun], accuracy: float |
 
 
 def _ask(sql: str, runs: Iterable[PlannedRun], ids: dict[str, str], key: str) -> object:
-    """Return the only value of a query over runs, in which `$NAME` stands for an id.
-
-    Raises:
-        QueryError: It is refused, or has another number of values.
-    """
+    """Return the only value of a query over runs, in which `$NAME` stands for an id."""
     from infra.history.sql import RunQueries  # not at the top: pipelines without queries need no DuckDB
     from infra.history.views import SANDBOX
 

@@ -177,11 +177,7 @@ def check_pipeline(plan: PipelinePlan) -> None:
 
 
 def _run_config(config: PipelineConfig, pipeline_id: str, name: str, changes: dict[str, Any]) -> RunConfig:
-    """Return the config of a stage's run, with these changes of its sweep.
-
-    Raises:
-        ConfigError: It is refused.
-    """
+    """Return the config of a stage's run, with these changes of its sweep."""
     stage = config.stages[name]
     place, tree = f"stage {name}: {stage.config}", read_toml(find_config(stage.config))
     models = {key: str(_model_folder(config, pipeline_id, used)) for key, used in stage.used_stages.items()}
@@ -191,11 +187,7 @@ def _run_config(config: PipelineConfig, pipeline_id: str, name: str, changes: di
 
 
 def _check_stage(config: PipelineConfig, name: str, made: Sequence[RunConfig]) -> None:
-    """Check that a stage's configs have what the pipeline needs of them.
-
-    Raises:
-        ConfigError: One hasn't.
-    """
+    """Check that a stage's configs have what the pipeline needs of them."""
     stage = config.stages[name]
     if any(run.data.eval_path is None for run in made):
         if stage.sweep and stage.best is None:
@@ -218,11 +210,7 @@ def _check_stage(config: PipelineConfig, name: str, made: Sequence[RunConfig]) -
 
 
 def _check_folder(config: PipelineConfig) -> None:
-    """Check that models can be written, and one of them be promoted.
-
-    Raises:
-        ConfigError: The folder is a URL, or what should be the link in it is something else.
-    """
+    """Check that models can be written, and one of them be promoted."""
     if places.is_url(config.folder):
         raise ConfigError(f"export.folder = {config.folder!r} is a URL; give a folder that all nodes share")
     link = Path(config.folder, CURRENT)
@@ -231,12 +219,7 @@ def _check_folder(config: PipelineConfig) -> None:
 
 
 def _check_comparable(runs: Sequence[PlannedRun], unfinished: Sequence[PlannedRun]) -> None:
-    """Check that all runs of a sweep are evaluated by the same rows and settings.
-
-    Raises:
-        RunError: One isn't.
-        DataError: The rows are gone, and a run is to be evaluated by them.
-    """
+    """Check that all runs of a sweep are evaluated by the same rows and settings."""
     reports = {run.run_id: run.last_evaluation() for run in runs if run not in unfinished}
     found = {run_id: report.measured for run_id, report in reports.items() if report is not None and report.measured}
     found |= {run.run_id: evaluation_digest(run.config) for run in unfinished}
@@ -250,11 +233,7 @@ def _check_comparable(runs: Sequence[PlannedRun], unfinished: Sequence[PlannedRu
 
 
 def _check_unchanged(plan: PipelinePlan) -> None:
-    """Check that a pipeline that was started before would train the same, and choose by the same query.
-
-    Raises:
-        RunError: It would do something else.
-    """
+    """Check that a pipeline that was started before would train the same, and choose by the same query."""
     if (before := stored_plan(plan.config, plan.pipeline_id)) is None:
         return
     changed = [] if list(before.runs) == list(plan.runs) else ["stages"]

@@ -60,9 +60,6 @@ def check(
         runs_here: Whether it is to run in this environment, whose vLLM is then checked too.
         trains: Whether it trains; an evaluation's training prompts needn't fit.
 
-    Returns:
-        The training prompts.
-
     Raises:
         UserError: A part of the config is not usable; the message says which, where, and how to fix it.
     """

@@ -58,13 +58,12 @@ from schemas.placement import GpuPhase, PhaseMemory
 from schemas.rollout import RolloutHandle
 from schemas.step import PolicyHandle, RunHandle, ScoredColumn, Span, StepReport
 from schemas.weights import WeightsTransfer
-from tasks.advantage import compute_step_advantages
+from tasks.advantage import compute_step_advantages, update_policy
 from tasks.logprob import score_behavior, score_reference, score_teachers
 from tasks.operations import enter_scoring, enter_update, publish_weights
 from tasks.put import put_columns
 from tasks.rollout import generate_rollouts
 from tasks.stage import is_committed
-from tasks.update import update_policy
 
 Result = TypeVar("Result")
 SAMPLES_EVERY_STEPS = 10

@@ -20,15 +20,7 @@ from flows.configs import CONFIGS
 from flows.deployments.entrypoints import hold_pool
 from flows.lifecycle.cancellation import cancellable
 from flows.replay.fork import PlannedFork, plan_fork
-from flows.replay.replay import (
-    OF_METHOD,
-    OWN,
-    REPLAYED_SECTIONS,
-    StepFigures,
-    Steps,
-    compare_methods,
-    replay_config,
-)
+from flows.replay.replay import OF_METHOD, OWN, REPLAYED_SECTIONS, StepFigures, Steps, compare_methods, replay_config
 from flows.replay.session import in_ray
 from infra.history.past_weights import History
 from infra.storage import places
@@ -307,12 +299,6 @@ async def hold_tournament(run_id: str, runs_dir: str, name: str, methods: tuple[
 
     What a fork has done already isn't repeated: the flow can be run again after any interruption.
 
-    Args:
-        run_id: The run's id.
-        runs_dir: The folder that holds the runs.
-        name: The tournament's name.
-        methods: Those that take part.
-
     Raises:
         RunError: A fork stopped for a reason that is not its method's; or no fork could go on.
     """
@@ -363,10 +349,7 @@ def _standing(tournament: Tournament, method: str, fork: RunDirectory, stop: int
 
 @operation("train-fork")
 async def train_fork(fork: str, stop: int) -> str:
-    """Train a fork until it has `stop` steps, in a process of its own that ends with this one.
-
-    Returns:
-        Why its method can't go on; empty if it did.
+    """Train a fork until it has `stop` steps, in a process of its own that ends with this one; return why it stops.
 
     Raises:
         RunError: The fork stopped for a reason that is not its method's.

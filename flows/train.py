@@ -17,14 +17,7 @@ from prefect.runtime import flow_run
 from flows.lifecycle.cancellation import Notice, cancellable, run_until, sigterm_only_told, terminable
 from flows.lifecycle.outages import call_through_outages
 from flows.lifecycle.session import SETTLE_SECONDS, connect, while_ray_lives
-from flows.recovery import (
-    change_config,
-    drop_outdated_ledger,
-    find_or_create_run,
-    open_run,
-    reconcile,
-    record_event,
-)
+from flows.recovery import change_config, drop_outdated_ledger, find_or_create_run, open_run, reconcile, record_event
 from flows.step import new_step_flow
 from flows.summary import finished_summary, summarize
 from flows.ui.approval import ask_for_approval, find_failed_queries

@@ -64,10 +64,7 @@ def take_peak_memory(device: "torch.device") -> dict[str, int]:
 
     if device.type != "cuda":
         return {"rss": KIB * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
-    peaks = {
-        "allocated": torch.cuda.max_memory_allocated(device),
-        "reserved": torch.cuda.max_memory_reserved(device),
-    }
+    peaks = {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
     torch.cuda.reset_peak_memory_stats(device)
     return peaks
 

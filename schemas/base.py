@@ -10,6 +10,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     ModelWrapValidatorHandler,
     ValidationError,
     model_validator,
@@ -88,12 +89,18 @@ def digest_of(text: str) -> str:
 
 
 class FrozenConfig(Frozen):
-    """The base of config sections: the docstring below a field is its description in the schema and the reference.
+    """The base of config sections: the docstring below a field, except a `kind`, is its description in the schema.
 
     A number is no truth value, and the reverse. It is finite, unless its type says otherwise: JSON has no other.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        kind = vars(cls).get("kind")
+        if get_args(cls.__annotations__.get("kind")) == (kind,):
+            cls.kind = Field(kind, description=f"`{kind}` selects this section.")  # type: ignore[attr-defined]
 
     @model_validator(mode="wrap")
     @classmethod

@@ -292,16 +292,13 @@ class RolloutHandle(Frozen):
 
 
 def check_failures(rewards: Sequence[float | None], failure: str | None, max_fraction: float, where: str) -> str | None:
-    """Check that no more rewards failed than the config allows.
+    """Check that no more rewards failed than the config allows; return a warning of those that did, or None.
 
     Args:
         rewards: The rewards; None: it failed.
         failure: Message of the first failure.
         max_fraction: The largest fraction that may fail.
         where: Names the rows in the error, e.g. "step 3".
-
-    Returns:
-        A warning of those that failed; None if none did.
 
     Raises:
         RewardFailureError: More than `max_fraction` of them failed, or all.

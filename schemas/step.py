@@ -85,19 +85,12 @@ class ScoreResult(Frozen):
 
 
 class TeacherRows(Frozen):
-    """The rows of a batch that a teacher scores: n, ascending.
+    """The rows of a batch that a teacher scores: n, ascending."""
 
-    Attributes:
-        rows: n numbers.
-        prompt_lengths: n, tokens; None: it reads the batch's own prompts.
-        prompts: n numbers, equal for rows of which it reads the same prompt; None: as above.
-        shares_prompts: Whether it computes a prompt once for its rows in a micro-batch.
-    """
-
-    rows: EncodedInts
-    prompt_lengths: EncodedInts | None = None
-    prompts: EncodedInts | None = None
-    shares_prompts: bool = False
+    rows: EncodedInts  # n numbers
+    prompt_lengths: EncodedInts | None = None  # n, tokens; None: it reads the batch's own prompts
+    prompts: EncodedInts | None = None  # n numbers, equal for rows of which it reads the same prompt; None: as above
+    shares_prompts: bool = False  # whether it computes a prompt once for its rows in a micro-batch
 
 
 class UpdateReport(Frozen):

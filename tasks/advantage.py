@@ -1,17 +1,19 @@
-"""The advantage stage, computed on the driver from per-row scalars and lengths alone."""
+"""The advantage stage, computed on the driver from per-row scalars and lengths alone, and the update stage."""
 
 import numpy as np
 import pyarrow as pa
 
+from infra.storage.ledger import update_key
 from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
 from infra.stores.step_columns import publish_handle
+from infra.workers.launch import get_group
 from rl_core.advantages import prepare_updates
 from rl_core.columns.jagged import jagged
 from rl_core.views import number_prompts, select, with_column
 from schemas.batch import BatchHandle, ChunkKey, StoreTraffic
 from schemas.rollout import RolloutHandle
-from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, StoredBatch
+from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, StoredBatch, UpdateReport
 from tasks.stage import stage
 
 
@@ -47,6 +49,14 @@ async def compute_step_advantages(
     plan = result.plan.replace(lr_scale=directory.decisions.lr_scale(policy.step), num_steps=run.config.steps)
     directory.plans.save(policy.step, plan)
     return AdvantageHandle(batch=stored.batch, plan=plan, metrics=result.metrics, traffic=stored.traffic)
+
+
+@stage("update", key=update_key)
+async def update_policy(run: RunHandle, policy: PolicyHandle, advantage: AdvantageHandle) -> UpdateReport:
+    """Apply the planned updates to the policy's version, exactly once; only this stage changes the policy."""
+    group = await get_group(run, "policy")
+    report, *_ = await group.call("update", advantage.batch, advantage.plan, policy.version)
+    return report  # of all ranks, from rank 0
 
 
 def _put(

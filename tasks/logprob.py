@@ -47,13 +47,7 @@ async def score_reference(
 
 @stage("teacher")
 async def score_teachers(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> ScoredColumn:
-    """Add `teacher_logprobs`: each row's log-probs under its teacher, given the prompt that this one reads.
-
-    Args:
-        run: The run.
-        policy: The policy.
-        batch: The rows.
-    """
+    """Add `teacher_logprobs`: each row's log-probs under its teacher, given the prompt that this one reads."""
     assert run.config.distillation is not None, "a run without teachers has no such stage"
     scoring = [_score_teacher(run, policy, batch, name) for name in run.config.distillation.teachers]
     parts = await asyncio.gather(*scoring) if score_together(run.config) else [await each for each in scoring]
@@ -85,12 +79,7 @@ async def _score_teacher(
     return rows[rows_by_rank(plan)], await group.call(*how)
 
 
-def plan_scoring(
-    run: RunHandle,
-    batch: BatchHandle,
-    group: WorkerGroup,
-    apart: PairsLike = (),
-) -> ForwardPlan:
+def plan_scoring(run: RunHandle, batch: BatchHandle, group: WorkerGroup, apart: PairsLike = ()) -> ForwardPlan:
     """Deal a batch's rows to the ranks that score them; a prompt is computed once for its rows if the config says so.
 
     Args:

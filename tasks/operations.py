@@ -62,12 +62,9 @@ async def describe_checkpoint(run: RunHandle, version: int, evals: Sequence[Eval
 
 
 async def save_on_failure(run: RunHandle, policy: PolicyHandle, evals: Sequence[EvalReport]) -> int | None:
-    """Save the policy's version if its workers still exist and hold it, and wait until the checkpoint is complete.
+    """Save the policy's version if its workers still exist and hold it; return the newest complete one, or None.
 
     It is no task: Prefect starts none in a flow run that is ending.
-
-    Returns:
-        The newest complete version; None if nothing could be saved.
     """
     group = find_group(run, "policy")
     if group is None or not holds_lock(RunDirectory.of(run)):

@@ -31,7 +31,11 @@ async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHand
     else:
         results = await rollout_pool(run).dispatch(
             {shard.shard: partial(_put, run, policy, rollout, parts, shard) for shard in shards},
-            owners={shard.shard: shard.worker for shard in shards if _is_held(run, shard)},
+            owners={
+                shard.shard: shard.worker
+                for shard in shards
+                if not shard.reused and shard.worker < run.config.rollout.num_workers  # it may still exist
+            },
         )
     batch = new_batch(
         run_id=run.run_id,
@@ -57,11 +61,6 @@ def prompt_rows(results: Sequence[PutResult]) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def _is_held(run: RunHandle, shard: RolloutShard) -> bool:
-    """Return whether a worker that may still exist has generated the rows."""
-    return not shard.reused and shard.worker < run.config.rollout.num_workers
-
-
 async def _put(
     run: RunHandle,
     policy: PolicyHandle,
@@ -85,11 +84,7 @@ async def _put(
 
 
 def _check_same_rows(before: RolloutShard, again: RolloutShard, name: str) -> None:
-    """Check that rows that were lost, and generated again, are those that the rollout describes.
-
-    Raises:
-        ChunkNotFoundError: They differ, so that the step must be run again from its start.
-    """
+    """Check that rows that were lost, and generated again, are those that the rollout describes."""
     if any(getattr(before, field) != getattr(again, field) for field in PER_ROW):
         raise ChunkNotFoundError(
             f"the rows of {name} were lost with their worker, and generating them again gave others, as another "

@@ -12,7 +12,7 @@ from infra.stores.shared.index import find_shared_store, start_shared_store
 from infra.stores.shared.node_files import Limits
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import as_tensor, is_jagged, row_lengths
-from rl_core.views import new_batch, permute, with_column
+from rl_core.views import new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 
 RUN_ID = "bench"
@@ -100,7 +100,7 @@ class Sluice(DataPath):
         return with_column(handle, value_dtypes(self._batch.appended), [ref], np.arange(handle.num_rows))
 
     def fetch(self, handle: BatchHandle, order: Ints | None) -> pa.RecordBatch:
-        batch = handle if order is None else permute(handle, order)
+        batch = handle if order is None else select(handle, order)
         return self._store.read(batch, batch.columns)
 
     def pack(self, fetched: pa.RecordBatch, order: Ints | None) -> Packed:

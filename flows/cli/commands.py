@@ -1,5 +1,7 @@
 """The commands and their options. Each command imports what it needs when called, so that `--help` is fast."""
 
+import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -9,11 +11,13 @@ from rich.console import Console
 
 from flows.configs import find_config
 from schemas.config import DEFAULT_RUNS_DIR
+from schemas.errors import RunError
 
 if TYPE_CHECKING:
     from schemas.config.run import RunConfig
 
 DISTRIBUTION = "sluice-rl"
+CHECKOUT = Path(__file__).parents[2]
 
 app = typer.Typer(
     name="sluice",
@@ -351,9 +355,17 @@ def bench(
     name: Annotated[str | None, typer.Argument(help="The benchmark; default: list all.")] = None,
 ) -> None:
     """Measure Sluice against baselines, from a checkout with the extra `bench`; each benchmark has its own options."""
-    from flows.cli.bench import run_benchmark
-
-    run_benchmark([*([name] if name else []), *context.args])
+    if not (CHECKOUT / "benchmarks").exists():
+        raise RunError(
+            f"benchmarks need a checkout and the extra `bench`: {CHECKOUT} has none; clone the repository and "
+            "install it with: pip install -e '.[bench]'"
+        )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])}
+    arguments = [*([name] if name else []), *context.args] or ["--help"]  # which lists them
+    # In a fresh process, as a benchmark sets what Ray and torch read on import; in place of this one, so that
+    # terminating the command terminates the benchmark.
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "benchmarks", *arguments], environment)
 
 
 def _load(config: str, overrides: list[str]) -> "RunConfig":

@@ -32,37 +32,22 @@ IMAGE_POOLS = ("docker", "kubernetes")  # the types of work pools that run conta
 
 
 class Request(NamedTuple):
-    """What is to be deployed.
+    """What is to be deployed."""
 
-    Attributes:
-        configs: The config files or built-in configs.
-        overrides: Changes to all of them.
-        cron: When a run of each is started; None: on request only.
-        timezone: The schedule's time zone.
-        overlap: Whether a run of a config is started while one runs.
-    """
-
-    configs: Sequence[str]
-    overrides: Sequence[str]
-    cron: str | None
-    timezone: str
-    overlap: bool
+    configs: Sequence[str]  # the config files or built-in configs
+    overrides: Sequence[str]  # changes to all of them
+    cron: str | None  # when a run of each is started; None: on request only
+    timezone: str  # the schedule's time zone
+    overlap: bool  # whether a run of a config is started while one runs
 
 
 class Reactions(NamedTuple):
-    """The automations of the deployment of a config; crashed runs are always resumed, collapsed ones suspended.
+    """The automations of the deployment of a config; crashed runs are always resumed, collapsed ones suspended."""
 
-    Attributes:
-        notify: A notification block, TYPE/NAME, for stalled and failed runs; None: no notification.
-        stalled_minutes: Minutes without a finished step after which a run is stalled.
-        evaluate: Whether the newest checkpoint is evaluated after each one.
-        export_to: The folder under which each checkpoint is exported that is kept until then; None: none is.
-    """
-
-    notify: str | None
-    stalled_minutes: float
-    evaluate: bool
-    export_to: str | None
+    notify: str | None  # a notification block, TYPE/NAME, for stalled and failed runs; None: no notification
+    stalled_minutes: float  # minutes without a finished step after which a run is stalled
+    evaluate: bool  # whether the newest checkpoint is evaluated after each one
+    export_to: str | None  # the folder under which each checkpoint is exported that is kept until then; None: none is
 
 
 def serve(console: Console, request: Request, limit: int) -> None:
@@ -142,11 +127,7 @@ async def _deploy(
 
 
 async def _require_own(offers: Sequence[Offer], settings: Mapping[str, Any]) -> None:
-    """Check that no deployment of another work pool or folder would be replaced, with its schedule.
-
-    Raises:
-        ConfigError: One would be.
-    """
+    """Check that no deployment of another work pool or folder would be replaced, with its schedule."""
     own = settings.get("work_pool_name"), settings.get("job_variables", {}).get("working_dir")
     async with get_client() as client:
         for offer in offers:
@@ -183,11 +164,7 @@ async def _automate(
 
 
 async def _find_pool(client: PrefectClient, name: str) -> WorkPool:
-    """Return a work pool.
-
-    Raises:
-        ServiceError: The server has no such work pool.
-    """
+    """Return a work pool that the server has."""
     try:
         return await client.read_work_pool(name)
     except ObjectNotFound:
@@ -199,11 +176,7 @@ async def _find_pool(client: PrefectClient, name: str) -> WorkPool:
 
 
 def _settings(pool: WorkPool, image: str | None) -> dict[str, Any]:
-    """Return the settings of deployments in a work pool.
-
-    Raises:
-        ConfigError: The pool runs containers and `image` is missing, or the reverse.
-    """
+    """Return the settings of deployments in a work pool."""
     environment = RUN_ENVIRONMENT | {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
     if (pool.type in IMAGE_POOLS) != (image is not None):
         problem = "needs" if image is None else "takes no"

@@ -1,7 +1,7 @@
 """`sluice diff`: how two runs differ."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -78,9 +78,13 @@ def _table(step: StepDiff) -> Table:
     table = plain_table(*HEADER, left=len(HEADER), title=title)
     for stage in step.stages:
         for found in stage.differences:
-            numbers = ("" if value is None else str(value) for value in (found.row, found.token))
-            counts = f"{found.num_different:,} of {found.num_compared:,}" if found.num_compared > 1 else ""
-            largest = "" if found.largest is None else f"{found.largest:.3g}"
-            texts = map(Text, (found.column, *numbers, found.a, found.b, counts, largest, found.closeness))
-            table.add_row(stage.stage, *texts)
+            table.add_row(stage.stage, *difference_cells(found))
     return table
+
+
+def difference_cells(found: Difference) -> Iterator[Text]:
+    """Return the cells of `HEADER` that say how two columns differ, all but the first one."""
+    numbers = ("" if value is None else str(value) for value in (found.row, found.token))
+    counts = f"{found.num_different:,} of {found.num_compared:,}" if found.num_compared > 1 else ""
+    largest = "" if found.largest is None else f"{found.largest:.3g}"
+    return map(Text, (found.column, *numbers, found.a, found.b, counts, largest, found.closeness))

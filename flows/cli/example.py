@@ -16,7 +16,7 @@ from rl_core.rewards import RewardItem, RewardOutcome
 from rl_core.rollout.chat import decode_text, decode_texts
 from schemas.base import Frozen
 from schemas.config.judge import JudgeReward
-from schemas.config.reward import GroupFunctionReward, ModelReward, RewardConfig, WeightedReward
+from schemas.config.reward import GroupFunctionReward, ModelReward, parts_of
 from schemas.config.reward_base import IsolatedReward
 from schemas.config.run import RunConfig
 
@@ -75,7 +75,7 @@ def show_example(config: RunConfig, prompts: PromptDataset) -> Example | SftExam
     )
     if row.environment is not None or config.reward.reads_environment:
         return example.replace(without_reward="not computed: it is of the turns with an environment")
-    if any(isinstance(each, JudgeReward | ModelReward) for each in _parts(config.reward)):
+    if any(isinstance(each, JudgeReward | ModelReward) for each in parts_of(config.reward)):
         return example.replace(without_reward="not computed: a model gives it")
     outcome = _score(config, row, example.response)
     if outcome.reward is None:
@@ -126,10 +126,6 @@ def _sft_lines(example: SftExample) -> Iterator[str]:
 
 def _dropped(count: int) -> str:
     return f" ({count:,} more are too long, and dropped)" if count else ""
-
-
-def _parts(reward: RewardConfig) -> list[object]:
-    return [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
 
 
 def _score(config: RunConfig, row: PromptRow, response: str) -> RewardOutcome:

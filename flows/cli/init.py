@@ -101,11 +101,7 @@ def _lengths(prompts: PromptDataset) -> list[int]:
 
 
 def _prompt_limit(config: ModelConfig, data: str, prompts: PromptDataset) -> int:
-    """Return `data.max_prompt_tokens`: of the longest prompt, or without the few that leave no room for a response.
-
-    Raises:
-        ConfigError: Many leave none.
-    """
+    """Return `data.max_prompt_tokens`: of the longest prompt, or without the few that leave no room for a response."""
     positions, lengths = max_positions(config), _lengths(prompts)
     if max(lengths) + MIN_RESPONSE_TOKENS <= positions:
         return max(lengths)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flows.cli.diff import difference_cells
 from flows.cli.terminal import plain_table, with_width
 from flows.lifecycle.session import connect
 from flows.replay.bundle import different_versions, opened_bundle
@@ -177,11 +178,7 @@ def _print_stages(console: Console, step: StepReplay) -> None:
 
 def _add_stage(table: Table, stage: StageDiff) -> None:
     for found in stage.differences[:MAX_ROWS]:
-        numbers = ("" if value is None else str(value) for value in (found.row, found.token))
-        counts = f"{found.num_different:,} of {found.num_compared:,}" if found.num_compared > 1 else ""
-        largest = "" if found.largest is None else f"{found.largest:.3g}"
-        texts = map(Text, (found.column, *numbers, found.a, found.b, counts, largest, found.closeness))
-        table.add_row(stage.stage, *texts)
+        table.add_row(stage.stage, *difference_cells(found))
     if (more := len(stage.differences) - MAX_ROWS) > 0:
         table.add_row(stage.stage, f"and {more:,} more", *[""] * 6, stage.closeness)
 

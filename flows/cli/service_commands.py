@@ -127,9 +127,7 @@ def stop(
 
 
 @app.command()
-def down(
-    services_dir: ServicesDirOption = ".sluice",
-) -> None:
+def down(services_dir: ServicesDirOption = ".sluice") -> None:
     """Stop the local Prefect server and Ray that earlier commands started here, and free the memory of dead runs."""
     from infra.services.local import LocalServices
     from infra.storage.shared_memory import remove_left_over

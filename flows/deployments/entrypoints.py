@@ -245,11 +245,7 @@ async def _wait_for_other_driver(directory: RunDirectory) -> None:
 
 
 async def _require_progress(runs: Sequence[RunDirectory]) -> None:
-    """Check that the flow run has not crashed again and again without a finished step; a retry of a failed one may.
-
-    Raises:
-        RunError: It has.
-    """
+    """Check that the flow run has not crashed again and again without a finished step; a retry of a failed one may."""
     steps = [run.metrics.last_step() for run in runs if run.exists]
     since, crashes = max((step.started_at or 0.0 for step in steps if step), default=0.0), 0
     async with get_client() as client:
@@ -267,11 +263,7 @@ async def _require_progress(runs: Sequence[RunDirectory]) -> None:
 
 
 def _run_config(config: str, overrides: Sequence[str], run_id: str | None, note: str) -> RunConfig:
-    """Load the config; a retry continues with the one that its run started with, even if the file has changed.
-
-    Raises:
-        ConfigError: The config is refused.
-    """
+    """Load the config; a retry continues with the one that its run started with, even if the file has changed."""
     loaded = load_config(find_config(config), overrides)
     take_secrets(loaded.services)  # at each attempt, and before the run's directory, which may need them, is opened
     if run_id is None and (own := RunDirectory.at(loaded, own_run_id(loaded.name))).exists:

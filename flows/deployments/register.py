@@ -23,17 +23,11 @@ COMMON = "sluice"  # the name of the deployments of `sluice serve` that are not 
 
 
 class Offer(NamedTuple):
-    """A deployment to be created.
+    """A deployment to be created."""
 
-    Attributes:
-        flow: The flow.
-        name: The deployment's name.
-        settings: Further arguments of `Flow.to_deployment` or `Runner.add_flow`.
-    """
-
-    flow: Flow[..., Any]
-    name: str
-    settings: Mapping[str, Any]
+    flow: Flow[..., Any]  # the flow
+    name: str  # the deployment's name
+    settings: Mapping[str, Any]  # further arguments of `Flow.to_deployment` or `Runner.add_flow`
 
     def arguments(self) -> dict[str, Any]:
         """Return all arguments but the flow."""

@@ -58,9 +58,7 @@ async def call_through_outages(
     )
 
 
-def shown_in_ui(
-    call: Callable[P, Coroutine[Any, Any, Result]],
-) -> Callable[P, Coroutine[Any, Any, Result | None]]:
+def shown_in_ui(call: Callable[P, Coroutine[Any, Any, Result]]) -> Callable[P, Coroutine[Any, Any, Result | None]]:
     """Return a call that only adds to the UI, so that it warns and returns None if the Prefect server fails."""
 
     @functools.wraps(call)

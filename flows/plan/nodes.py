@@ -37,50 +37,42 @@ def host_memory(
 
     Without GPUs the workers' weights, activations and caches are in it too. Rewards, data and Prefect are not counted.
     """
-    nodes = [_node(config, footprint, model, workers, placement, node) for node in placement.used_nodes]
-    return max(nodes, key=lambda node: node.num_bytes)
 
+    def of_node(node: int) -> HostMemory:
+        counts = placement.of_node(node)
+        columns = _columns(config, footprint, placement, counts)
+        staging = _staging(config, model) * counts["policy"]
+        ranks = config.rollout.gpus_per_worker
+        processes = PROCESS_BYTES * (sum(counts.values()) + (ranks * counts["rollout"] if ranks > 1 else 0))
+        sent = _published(config, model, counts, placement, node)
+        loading = _loading(model, workers, counts) if placement.on_gpus else 0
+        moments = model.policy.optimizer * counts["policy"] if config.optim.offload and placement.on_gpus else 0
+        device = NO_BYTES
+        if not placement.on_gpus:
+            for worker in workers:
+                device = device + worker.phases.scaled(counts[worker.role])
+        always = processes + columns + moments
+        # A checkpoint is copied after the update, and written while the next steps run.
+        extra = {"load": loading - columns, "publish": sent + staging, "rollout": staging}
+        moved = _moved_out(config, model, counts) if placement.time_shares_gpus else {}
+        totals = {
+            phase: always + getattr(device, phase) + extra.get(phase, staging) + moved.get(phase, 0) for phase in PHASES
+        }
+        fullest = max(PHASES, key=lambda phase: totals[phase])
+        parts = {
+            "columns in shared memory": columns,
+            "published weights": sent,
+            "checkpoint staging": staging,
+            "processes": processes,
+            "weights while loading": loading,
+            "optimizer": moments,
+            "moved out of GPUs": max(moved.values(), default=0),
+            "workers' tensors": device.peak,
+        }
+        parts = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
+        return HostMemory(node=node, parts=parts, phase=fullest, num_bytes=totals[fullest])
 
-def _node(
-    config: RunConfig,
-    footprint: Footprint,
-    model: ModelMemory,
-    workers: tuple[WorkerMemory, ...],
-    placement: Placement,
-    node: int,
-) -> HostMemory:
-    counts = placement.of_node(node)
-    columns = _columns(config, footprint, placement, counts)
-    staging = _staging(config, model) * counts["policy"]
-    ranks = config.rollout.gpus_per_worker
-    processes = PROCESS_BYTES * (sum(counts.values()) + (ranks * counts["rollout"] if ranks > 1 else 0))
-    sent = _published(config, model, counts, placement, node)
-    loading = _loading(model, workers, counts) if placement.on_gpus else 0
-    moments = model.policy.optimizer * counts["policy"] if config.optim.offload and placement.on_gpus else 0
-    device = NO_BYTES
-    if not placement.on_gpus:
-        for worker in workers:
-            device = device + worker.phases.scaled(counts[worker.role])
-    always = processes + columns + moments
-    # A checkpoint is copied after the update, and written while the next steps run.
-    extra = {"load": loading - columns, "publish": sent + staging, "rollout": staging}
-    moved = _moved_out(config, model, counts) if placement.time_shares_gpus else {}
-    totals = {
-        phase: always + getattr(device, phase) + extra.get(phase, staging) + moved.get(phase, 0) for phase in PHASES
-    }
-    fullest = max(PHASES, key=lambda phase: totals[phase])
-    parts = {
-        "columns in shared memory": columns,
-        "published weights": sent,
-        "checkpoint staging": staging,
-        "processes": processes,
-        "weights while loading": loading,
-        "optimizer": moments,
-        "moved out of GPUs": max(moved.values(), default=0),
-        "workers' tensors": device.peak,
-    }
-    parts = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
-    return HostMemory(node=node, parts=parts, phase=fullest, num_bytes=totals[fullest])
+    return max(map(of_node, placement.used_nodes), key=lambda node: node.num_bytes)
 
 
 def _columns(config: RunConfig, footprint: Footprint, placement: Placement, counts: Mapping[Role, int]) -> int:

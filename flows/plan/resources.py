@@ -179,12 +179,7 @@ def _plan(config: RunConfig, footprint: Footprint, cluster: Cluster, reward: Rew
     where = f"node {host.node}, {host.phase}"
     limits += [
         Limit(name="host memory", where=where, used=host.num_bytes, available=cluster.host_bytes),
-        Limit(
-            name="store",
-            where="columns of a step",
-            used=footprint.store_bytes,
-            available=footprint.capacity_bytes,
-        ),
+        Limit(name="store", where="columns of a step", used=footprint.store_bytes, available=footprint.capacity_bytes),
     ]
     return Resources(
         cluster=cluster, workers=workers, shared=shared, host=host, limits=tuple(limits), warnings=model.warnings

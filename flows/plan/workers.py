@@ -47,19 +47,12 @@ _TRACED: dict[Any, tuple[Activations, tuple[str, ...]]] = {}  # most changes tha
 
 @dataclass(frozen=True)
 class Placement:
-    """The node of each worker, by role and number; with GPUs, each worker has its own, shared only if colocated.
+    """The node of each worker, by role and number; with GPUs, each worker has its own, shared only if colocated."""
 
-    Attributes:
-        nodes: By role, the node of each worker.
-        is_colocated: Whether a worker of each role shares a GPU.
-        on_gpus: Whether workers have GPUs.
-        time_shares_gpus: Whether workers of a GPU move out of its memory while others compute.
-    """
-
-    nodes: dict[Role, tuple[int, ...]]
-    is_colocated: bool
-    on_gpus: bool
-    time_shares_gpus: bool = False
+    nodes: dict[Role, tuple[int, ...]]  # by role, the node of each worker
+    is_colocated: bool  # whether a worker of each role shares a GPU
+    on_gpus: bool  # whether workers have GPUs
+    time_shares_gpus: bool = False  # whether workers of a GPU move out of its memory while others compute
 
     def of_node(self, node: int) -> dict[Role, int]:
         """Return how many workers of each role are on a node."""
@@ -95,17 +88,11 @@ def place(config: RunConfig, cluster: Cluster) -> Placement:
 
 @dataclass(frozen=True)
 class RewardBytes:
-    """The bytes of a reward worker.
+    """The bytes of a reward worker."""
 
-    Attributes:
-        weights: Of the model, in the compute dtype.
-        forward: Beyond the weights, of a packed row at the token budget.
-        warnings: What could not be counted.
-    """
-
-    weights: int
-    forward: int
-    warnings: tuple[str, ...] = ()
+    weights: int  # of the model, in the compute dtype
+    forward: int  # beyond the weights, of a packed row at the token budget
+    warnings: tuple[str, ...] = ()  # what could not be counted
 
     @classmethod
     def of(cls, config: RunConfig, *, on_gpus: bool) -> "RewardBytes | None":
@@ -141,32 +128,19 @@ class WorkerMemory(Frozen):
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What the memory of a run's workers is computed from.
+    """What the memory of a run's workers is computed from."""
 
-    Attributes:
-        policy: The weights of a policy rank, adapters included.
-        reference: Those of a reference rank; None without reference workers.
-        teacher: The same of the teacher that takes most, whose weights stand for a policy rank's; None without one.
-        reward: Those of a reward worker; None without one.
-        whole: All weights of an engine, in float32: with adapters merged, or with room for them as such.
-        activations: Of a micro-batch with the most tokens.
-        micro_tokens: Its tokens.
-        token_bytes: Float32 KV-cache bytes of a token.
-        engine_itemsize: Bytes of a number in the engine's weights and KV cache.
-        vocab_size: Entries.
-        warnings: What could not be counted.
-    """
-
-    policy: WeightBytes
-    reference: WeightBytes | None
-    reward: RewardBytes | None
-    whole: int
-    activations: Activations
-    micro_tokens: int
-    token_bytes: int
-    engine_itemsize: int
-    vocab_size: int
-    warnings: tuple[str, ...]
+    policy: WeightBytes  # the weights of a policy rank, adapters included
+    reference: WeightBytes | None  # those of a reference rank; None without reference workers
+    reward: RewardBytes | None  # those of a reward worker; None without one
+    whole: int  # all weights of an engine, in float32: with adapters merged, or with room for them as such
+    activations: Activations  # of a micro-batch with the most tokens
+    micro_tokens: int  # its tokens
+    token_bytes: int  # float32 KV-cache bytes of a token
+    engine_itemsize: int  # bytes of a number in the engine's weights and KV cache
+    vocab_size: int  # entries
+    warnings: tuple[str, ...]  # what could not be counted
+    # The same of the teacher that takes most, whose weights stand for a policy rank's; None without one.
     teacher: "ModelMemory | None" = None
 
     @classmethod

@@ -25,23 +25,15 @@ PARENT, OWN = "parent", "own"
 
 @dataclass(frozen=True)
 class PlannedFork:
-    """A fork that can be made.
+    """A fork that can be made."""
 
-    Attributes:
-        parent: The run that is forked.
-        history: That of the run that made the first version: the parent or, before it was forked itself, an ancestor.
-        step: The steps of the parent that it has.
-        start: What its first version is made of.
-        config: Its config.
-        directory: Where it will be.
-    """
-
-    parent: RunDirectory
+    parent: RunDirectory  # the run that is forked
+    # That of the run that made the first version: the parent or, before it was forked itself, an ancestor.
     history: History
-    step: int
-    start: Start
-    config: RunConfig
-    directory: RunDirectory
+    step: int  # the steps of the parent that it has
+    start: Start  # what its first version is made of
+    config: RunConfig  # its config
+    directory: RunDirectory  # where it will be
 
     @property
     def num_replayed(self) -> int:

@@ -13,14 +13,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from flows.replay.session import ReplayedStep, ReplaySession, new_scratch_id, replay_session
-from infra.history.diff import (
-    Closeness,
-    StageDiff,
-    diff_columns,
-    diff_metrics,
-    diff_plans,
-    worst,
-)
+from infra.history.diff import Closeness, StageDiff, diff_columns, diff_metrics, diff_plans, worst
 from infra.history.kept_run import TokenTexts
 from infra.history.past_weights import History, Start
 from infra.history.stored_step import StoredStep, with_rewards
@@ -104,17 +97,11 @@ class StepFigures(Frozen):
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a run that are to be replayed, and what the weights before them are made of.
+    """The steps of a run that are to be replayed, and what the weights before them are made of."""
 
-    Attributes:
-        history: The run.
-        start: What the weights before the first of them are made of.
-        stored: The steps.
-    """
-
-    history: History
-    start: Start
-    stored: tuple[StoredStep, ...]
+    history: History  # the run
+    start: Start  # what the weights before the first of them are made of
+    stored: tuple[StoredStep, ...]  # the steps
 
     @classmethod
     def find(cls, history: History, first: int, stop: int) -> "Steps":
@@ -327,7 +314,9 @@ def replay_config(directory: RunDirectory, overrides: Sequence[str]) -> tuple[Ru
     before = directory.config()
     after = override_config(before, overrides, directory.run_id)
     changed = changed_keys(before, after)
-    if rejected := [key for key in changed if not (_is_section(key) or _is_place(key))]:
+    if rejected := [
+        key for key in changed if not (_is_section(key) or (key.startswith(PLACE_KEYS) and is_changeable(key)))
+    ]:
         raise ConfigError(
             f"a replay uses the rows that run {directory.run_id} stored, which a different {', '.join(rejected)} would "
             f"change or doesn't affect; sluice fork starts a run that goes on with it. What a replay may change: "
@@ -350,10 +339,6 @@ def changes_rewards(changed: Sequence[str]) -> bool:
 
 def _is_section(key: str) -> bool:
     return key.split(".")[0] in REPLAYED_SECTIONS and not _OF_ROWS.fullmatch(key)
-
-
-def _is_place(key: str) -> bool:
-    return key.startswith(PLACE_KEYS) and is_changeable(key)
 
 
 def score_steps(steps: Sequence[StoredStep], config: RunConfig) -> list[RolloutHandle]:
@@ -379,11 +364,7 @@ def released(stored: StoredStep, found: Computed) -> Computed:
 
 
 def _check_texts(stored: StoredStep) -> None:
-    """Check that a step's rewards can be computed from its columns.
-
-    Raises:
-        ConfigError: They can't: an environment answered, whose state is not stored, or the texts were left out.
-    """
+    """Check that a step's rewards can be computed from its columns: no environment answered, and texts are there."""
     if stored.has_turns:
         raise ConfigError(
             f"the rewards of step {stored.step} can't be computed again: they depend on an environment, whose state "

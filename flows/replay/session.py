@@ -39,9 +39,8 @@ from schemas.config.run import RunConfig
 from schemas.plan import StepPlan
 from schemas.rollout import RolloutHandle
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, UpdateReport
-from tasks.advantage import compute_step_advantages
+from tasks.advantage import compute_step_advantages, update_policy
 from tasks.logprob import plan_scoring, score_behavior, score_reference, score_teachers
-from tasks.update import update_policy
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +59,7 @@ class ReplayedStep:
 
 
 class ReplaySession:
-    """The workers of a replay, and what they put.
-
-    Args:
-        run: The scratch run.
-    """
+    """The workers of a replay, and what they put."""
 
     def __init__(self, run: RunHandle) -> None:
         self.run, self._directory = run, RunDirectory.of(run)
@@ -124,12 +119,7 @@ class ReplaySession:
         return await update_policy.fn(self.run, self._handle(stored.step), handle)
 
     async def replay(self, stored: StoredStep, rollout: RolloutHandle) -> ReplayedStep:
-        """Compute all stages of a step after its rollout again.
-
-        Args:
-            stored: The step.
-            rollout: Its rows' scalars, with the rewards to use.
-        """
+        """Compute all stages of a step after its rollout again."""
         policy, config = self._handle(stored.step), self.run.config
         self.store.open(stored.step)
         batch, groups = stored.rows.replace(run_id=self.run.run_id), list[ColumnGroup]()
@@ -198,11 +188,6 @@ class ReplaySession:
 @contextmanager
 def replay_session(source: RunDirectory, config: RunConfig, run_id: str) -> Iterator[ReplaySession]:
     """Hold the workers of a replay, which are started when they are needed.
-
-    Args:
-        source: The run whose columns are read.
-        config: What the replay computes with.
-        run_id: Its id.
 
     Raises:
         ServiceError: No Ray responds.

@@ -44,15 +44,7 @@ PAGE_RUNS = 50  # asked for at a time
 
 
 class RunReporter:
-    """The reports of one run.
-
-    Args:
-        run: The run.
-        progress: Its progress artifact.
-        monitors: Its monitors.
-        events: Its events.
-        metrics: Its finished steps.
-    """
+    """The reports of one run."""
 
     def __init__(
         self, run: RunHandle, progress: ProgressArtifact, monitors: Monitors, events: RunEvents, metrics: MetricsFile

@@ -29,9 +29,6 @@ Parameters = Mapping[str, str]
 class ViewApi:
     """Answers the page's questions about one run or two.
 
-    Args:
-        directories: The runs.
-
     Raises:
         RunError: Two have the same id.
     """

@@ -289,11 +289,7 @@ def step_name(version: int) -> str:
 
 
 def best_version(evals: Sequence[EvalReport], versions: Sequence[int]) -> int | None:
-    """Return the version with the best score, the newest on a tie, by what the newest evaluation measured.
-
-    Returns:
-        None if none was evaluated so.
-    """
+    """Return the version with the best score of the newest evaluation, the newest on a tie; None without one."""
     measured = [report for report in comparable(evals) if report.policy_version in versions]
     best = max(measured, key=lambda report: (report.score, report.policy_version), default=None)
     return None if best is None else best.policy_version

@@ -98,9 +98,7 @@ def encode_shard(tensors: dict[str, Tensor], offsets: dict[str, Sequence[int]]) 
     # Widest dtypes first, so that all tensors stay aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     sharding = {name: {"saved_offsets": list(offsets[name])} for name in names}
-    header: dict[str, Any] = {
-        "__metadata__": {OFFSETS: json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"},
-    }
+    header: dict[str, Any] = {"__metadata__": {OFFSETS: json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"}}
     position = 0
     for name in names:
         tensor, start = tensors[name], position

@@ -105,11 +105,9 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def _allocate_state(optimizer: torch.optim.Optimizer, weights: Set[nn.Parameter]) -> None:
-    """Make the optimizer allocate its state: a step with zero gradients and learning rates, which keeps the weights.
+    """Make a new optimizer allocate its state: a step with zero gradients and learning rates, which keeps the weights.
 
-    Args:
-        optimizer: A new optimizer.
-        weights: Those that have a state: a weight that no loss has reached yet has none.
+    A weight that no loss has reached yet has none, and is not among `weights`.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

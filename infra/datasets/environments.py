@@ -13,15 +13,10 @@ from schemas.errors import DataError
 
 @dataclass(frozen=True)
 class RowEnvironment:
-    """The environment of a row.
+    """The environment of a row."""
 
-    Attributes:
-        number: Its number among the run's environments; None: the row's response is one turn.
-        tools: JSON schemas of the tools that the chat template shows to the model.
-    """
-
-    number: int | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
+    number: int | None = None  # its number among the run's environments; None: the row's response is one turn
+    tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas of the tools that the chat template shows to the model
 
 
 EnvironmentOf = Callable[[str], RowEnvironment]  # by the row's `data_source`

@@ -25,14 +25,10 @@ class RowOrder:
     the sources before it leave, in the same way. So a source's fraction of the first n prompts, and of any n
     consecutive prompts, equals its weight to within K / n, without randomness. Within each source, epochs follow one
     another, each a permutation of all its rows.
-
-    Attributes:
-        sizes: K, the number of rows of each source, at least 1.
-        weights: K, positive; only their ratios matter.
     """
 
-    sizes: tuple[int, ...]
-    weights: tuple[float, ...]
+    sizes: tuple[int, ...]  # K, the number of rows of each source, at least 1
+    weights: tuple[float, ...]  # K, positive; only their ratios matter
 
     def rows_for_step(self, step: int, num_prompts: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
         """Return the rows that `step` (from 0) takes: int64 [num_prompts]; see `PromptDataset.rows_for_step`."""

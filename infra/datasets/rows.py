@@ -97,11 +97,7 @@ def parse_messages(place: str, prompt: Any, column: str = "prompt", *, whole_tur
 
 
 def _chat_of_text(place: str, text: str, column: str) -> Any:
-    """Return the chat, or the message, that a text is the JSON of; else one message of the user.
-
-    Raises:
-        DataError: It is a chat in another form, such as Python's.
-    """
+    """Return the chat, or the message, that a text is the JSON of (not Python's repr); else one message of the user."""
     if text.lstrip().startswith(("[", "{")):
         try:
             found = json.loads(text)

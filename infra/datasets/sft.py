@@ -20,14 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from infra.datasets.columns import (
-    MASK_COLUMN,
-    SFT_COLUMNS,
-    TOKENS,
-    TOOLS_COLUMN,
-    UNSUPPORTED_COLUMNS,
-    sft_columns,
-)
+from infra.datasets.columns import MASK_COLUMN, SFT_COLUMNS, TOKENS, TOOLS_COLUMN, UNSUPPORTED_COLUMNS, sft_columns
 from infra.datasets.files import read_rows
 from infra.datasets.order import RowOrder
 from infra.datasets.prompts import PromptDataset, PromptRow
@@ -213,11 +206,6 @@ def check_rows(config: RunConfig, rows: SftDataset, held_out: SftDataset | None,
 
 class _Reader:
     """Reads and encodes files, and counts their rows.
-
-    Args:
-        config: The run.
-        tokenizer: The tokenizer.
-
     Attributes:
         sizes: The usable rows of each file that is read.
         num_dropped: Those that are too long, of all.
@@ -256,12 +244,7 @@ class _Reader:
 
 
 class _Encoder:
-    """Encodes rows.
-
-    Args:
-        config: The run.
-        tokenizer: The tokenizer.
-    """
+    """Encodes rows."""
 
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         assert config.sft is not None

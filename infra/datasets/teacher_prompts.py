@@ -21,10 +21,6 @@ _MAX_CHATS = 256  # kept, with tools of programs, each of which is a chat templa
 class TeacherPrompts:
     """Renders and encodes the prompt that the teacher of a row reads.
 
-    Args:
-        config: The run's config, with teachers.
-        tokenizer: The policy's tokenizer, which is also the teachers'.
-
     Raises:
         EnvironmentImportError: A tool can't be loaded, or lacks types or a description.
     """

@@ -24,24 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineModel:
-    """The model that an engine runs.
+    """The model that an engine runs."""
 
-    Attributes:
-        config: The model.
-        max_tokens: The most tokens of a prompt plus its response.
-        tokenizer: Its tokenizer, by which the embedded engine finds stop strings; a program loads it itself.
-        is_colocated: Whether the engine shares its GPU.
-        sleeps: Whether it gives up its memory while others need it; only on CUDA can it.
-        shared_memory: `runtime.shared_memory`, through which a program gets adapters.
-        answer_seconds: How long a program may take to answer, but for its start (`timeouts.engine_seconds`).
-    """
-
-    config: ModelConfig
-    max_tokens: int
+    config: ModelConfig  # the model
+    max_tokens: int  # the most tokens of a prompt plus its response
+    # Its tokenizer, by which the embedded engine finds stop strings; a program loads it itself.
     tokenizer: "PreTrainedTokenizerBase | None" = None
-    is_colocated: bool = False
-    sleeps: bool = False
-    shared_memory: str | None = None
+    is_colocated: bool = False  # whether the engine shares its GPU
+    sleeps: bool = False  # whether it gives up its memory while others need it; only on CUDA can it
+    shared_memory: str | None = None  # `runtime.shared_memory`, through which a program gets adapters
+    # How long a program may take to answer, but for its start (`timeouts.engine_seconds`).
     answer_seconds: float = 600.0
 
 
@@ -77,25 +69,17 @@ class Sampling:
 
     >>> Sampling(max_response_tokens=256, temperature=0.0).top_p  # greedy
     1.0
-
-    Attributes:
-        max_response_tokens: The most tokens of one response, including its stop token.
-        temperature: The divisor of the logits; 0 takes the most likely token.
-        top_p: Sample only from the most likely tokens that together reach this probability; 1 allows all.
-        top_k: Sample only from this many most likely tokens; 0 allows all.
-        min_p: Sample only from tokens of at least this fraction of the most likely token's probability; 0 allows all.
-        stop_token_ids: A response ends with the first of these tokens that is sampled.
-        stop: A response ends with the token that completes the first of these strings in it.
-        keeps_mask: Whether generations have the tokens that top-p, top-k and min-p leave, and log-probs over these.
     """
 
-    max_response_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_response_tokens: int  # the most tokens of one response, including its stop token
+    temperature: float = 1.0  # the divisor of the logits; 0 takes the most likely token
+    top_p: float = 1.0  # sample only from the most likely tokens that together reach this probability; 1 allows all
+    top_k: int = 0  # sample only from this many most likely tokens; 0 allows all
+    # Sample only from tokens of at least this fraction of the most likely token's probability; 0 allows all.
     min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of these tokens that is sampled
+    stop: tuple[str, ...] = ()  # a response ends with the token that completes the first of these strings in it
+    # Whether generations have the tokens that top-p, top-k and min-p leave, and log-probs over these.
     keeps_mask: bool = False
 
 
@@ -165,17 +149,12 @@ class SamplingMask:
 
 @dataclass(frozen=True)
 class WeightsBucket:
-    """Some of a version's weights, valid until the next bucket is taken.
+    """Some of a version's weights, valid until the next bucket is taken."""
 
-    Attributes:
-        tensors: Tensors by name, on any device; they are only read.
-        checksum: That of the flat buffer (`infra.models.flat_tensors`) of which they are all the tensors, in its order.
-        file: The file that is this buffer, if there is one: an engine's other processes can map it.
-    """
-
-    tensors: "dict[str, torch.Tensor]"
+    tensors: "dict[str, torch.Tensor]"  # tensors by name, on any device; they are only read
+    # That of the flat buffer (`infra.models.flat_tensors`) of which they are all the tensors, in its order.
     checksum: str
-    file: "Path | None" = None
+    file: "Path | None" = None  # the file that is this buffer, if there is one: an engine's other processes can map it
 
 
 class DecodingRows(Protocol):
@@ -217,7 +196,7 @@ class DecodingRows(Protocol):
         ...
 
     def branch(self, row: int, request: GenerationRequest) -> int:
-        """Add the next turn of a row whose turn has ended, after other tokens than its own.
+        """Add the next turn of a row whose turn has ended, after other tokens than its own; return its new number.
 
         Those that an earlier turn of the row began with, too, are not computed again, if there is room to keep them and
         the model's layers can give them up one by one.
@@ -225,9 +204,6 @@ class DecodingRows(Protocol):
         Args:
             row: The row's number.
             request: All tokens before the turn, and one seed.
-
-        Returns:
-            The row's number from now on.
 
         Raises:
             ValueError: It is empty or too long.
@@ -253,29 +229,19 @@ class DecodingRows(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Generates responses with the weights of one policy version.
+    """Generates responses with the weights of one policy version."""
 
-    Attributes:
-        version: The policy version of its weights; None if they are not all of one version, after a load that failed,
-            or if they are gone, as the engine slept without keeping them.
-        dtype: The dtype of its weights, by torch's name.
-        asleep: The parts that are out of the device's memory.
-        usage: How much of it was in use.
-    """
-
+    # The policy version of its weights; None if they are not all of one version, after a load that failed, or if
+    # they are gone, as the engine slept without keeping them.
     version: int | None
-    dtype: str
-    asleep: frozenset[EngineTag]
-    usage: EngineUsage
+    dtype: str  # the dtype of its weights, by torch's name
+    asleep: frozenset[EngineTag]  # the parts that are out of the device's memory
+    usage: EngineUsage  # how much of it was in use
 
     def open_rows(self, sampling: Sampling, *, several_turns: bool = False) -> DecodingRows:
         """Return a decoder without rows, to be closed before the next one is opened.
 
         Nothing is computed before its first step.
-
-        Args:
-            sampling: How tokens are sampled.
-            several_turns: Whether rows are extended.
 
         Raises:
             EngineLostError: A process of the engine died; it has closed.

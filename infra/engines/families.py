@@ -17,7 +17,7 @@ from rl_core.model_folder import load_config
 from rl_core.scoring import Structure, check_structure
 from rl_core.scoring.comparison import one_line_errors, score_alone
 from rl_core.scoring.miniature import LIMIT_TOKENS, build_miniature, single_thread
-from rl_core.scoring.positions import position_limit
+from rl_core.scoring.per_sequence import position_limit
 from rl_core.scoring.structure import MAX_DIFFERENCE, relative_difference
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import TransformersRollout
@@ -141,7 +141,8 @@ def with_sharing(config: RunConfig) -> tuple[RunConfig, str]:
         if config.sft is not None:
             what = "what rows begin with in common is computed once"
         line = f"{what} in a micro-batch (packing.share_prompts)"
-    if _may_branch(config) and (of_branches := branch_fault(config)) is not None:
+    decides_on_chats = any(environment.kind != "tools" for environment in config.environments)
+    if decides_on_chats and (of_branches := branch_fault(config)) is not None:
         line += f"; a trajectory that branches fails, as {of_branches}"
     return config.replace(packing=config.packing.replace(share_prompts=fault is None)), line
 
@@ -157,12 +158,7 @@ def branch_fault(config: RunConfig) -> str | None:
 
 def _sharing_fault(config: RunConfig) -> str | None:
     """Return why samples can't share prompts; None: they can."""
-    faults = {
-        'packing.kind is "padded"': config.packing.kind == "padded",
-    }
-    if (fault := next((fault for fault, is_so in faults.items() if is_so), None)) is not None:
-        return fault
-    return _structural_fault(_family_of(config))
+    return 'packing.kind is "padded"' if config.packing.kind == "padded" else _structural_fault(_family_of(config))
 
 
 def shares_prompts(config: RunConfig, model: ModelConfig, longest: int) -> bool:
@@ -174,11 +170,6 @@ def shares_prompts(config: RunConfig, model: ModelConfig, longest: int) -> bool:
         longest: See `check_scoring`.
     """
     return bool(config.packing.share_prompts) and _structural_fault(_read_family(model, longest)) is None
-
-
-def _may_branch(config: RunConfig) -> bool:
-    """Return whether environments of a run decide on their own chats."""
-    return any(environment.kind != "tools" for environment in config.environments)
 
 
 def _structural_fault(family: "_Family") -> str | None:

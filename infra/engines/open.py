@@ -20,10 +20,6 @@ from schemas.config.run import RunConfig
 def open_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """Start the engine of `rollout.kind`, with the model folder's weights as policy version 0.
 
-    Args:
-        config: The run's configuration.
-        tokenizer: The model's tokenizer, used to find stop strings.
-
     Raises:
         UserError: The model is not usable, or the engine can't run here.
     """

@@ -20,29 +20,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Row:
-    """One row's trajectory.
+    """One row's trajectory."""
 
-    Attributes:
-        prompt: Its prompt, without what the reset adds to it.
-        seed: The environment's.
-        recorded: What the journal has of what comes next.
-        replies: What was answered to the reset and to `actions`.
-        actions: Those that were answered.
-        action: The text of an outstanding step.
-        num_turns: The model's turns.
-        line: The number of the newest one's line in the journal.
-        is_open: Whether the pool holds its environment.
-    """
-
-    prompt: PromptRow
-    seed: int
-    recorded: deque[Exchange] = field(default_factory=deque)
-    replies: list[Reply] = field(default_factory=list)
-    actions: list[str] = field(default_factory=list)
-    action: str | None = None
-    num_turns: int = 0
-    line: int = 0
-    is_open: bool = False
+    prompt: PromptRow  # its prompt, without what the reset adds to it
+    seed: int  # the environment's
+    recorded: deque[Exchange] = field(default_factory=deque)  # what the journal has of what comes next
+    replies: list[Reply] = field(default_factory=list)  # what was answered to the reset and to `actions`
+    actions: list[str] = field(default_factory=list)  # those that were answered
+    action: str | None = None  # the text of an outstanding step
+    num_turns: int = 0  # the model's turns
+    line: int = 0  # the number of the newest one's line in the journal
+    is_open: bool = False  # whether the pool holds its environment
 
     @property
     def begins_with(self) -> str:
@@ -70,13 +58,7 @@ class Answers:
         pool.replies.on_reply = self._on_reply
 
     def open(self, row: int, prompt: PromptRow, seed: int) -> None:
-        """Begin a row's trajectory, and with it the reset of its environment, if it has one.
-
-        Args:
-            row: The row.
-            prompt: Its prompt.
-            seed: The environment's.
-        """
+        """Begin a row's trajectory, and with it the reset of its environment, if it has one."""
         state = self._rows[row] = _Row(prompt, seed)
         found = self._journal.recorded(row) if self._journal else []
         is_usable = bool(found) and found[0].begins_with == state.begins_with

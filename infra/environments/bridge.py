@@ -83,9 +83,6 @@ class TurnBridge:
 
         Both sides of the turn are taken from the same rendering: before its text, a template may write what depends on
         the messages that follow, such as an empty block of reasoning, and the trajectory has its own tokens there.
-
-        Raises:
-            ValueError: That can't be done.
         """
         chat, messages = self._chat, [*before, *self._messages(observations)]
         rendered = chat.render(messages)

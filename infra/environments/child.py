@@ -39,12 +39,7 @@ class LoadError(Exception):
 
 
 class PackageFinder(MetaPathFinder):
-    """Finds one package by its folder, so that nothing else in the folder around it can be imported.
-
-    Args:
-        name: The package.
-        folder: Its folder.
-    """
+    """Finds one package by its folder, so that nothing else in the folder around it can be imported."""
 
     def __init__(self, name: str, folder: str) -> None:
         self._name, self._folder = name, folder
@@ -230,9 +225,7 @@ class Server:
     ) -> None:
         """Make an environment; if it keeps state, reset it and have it take earlier actions.
 
-        Raises:
-            CallError: That fails; or, as `differs`, it answers otherwise than `expected`, the replies to the reset and
-                the actions.
+        If it answers otherwise than `expected`, the replies to the reset and the actions, the `CallError` is `differs`.
         """
         with Call(self._parent.mark, number, self._settings["reset_seconds"], is_remade=True) as call:
             await self._make(call, number, task, seed)

@@ -376,11 +376,10 @@ class Episodes:
     def _answer(
         self, row: TrajectoryBuilder, dialogue: Dialogue, reply: Reply, limit: int
     ) -> tuple[np.ndarray, int, EpisodeEnd | None]:
-        """Note an environment's answer in its row, and find what follows.
+        """Note an environment's answer in its row; return what follows.
 
-        Returns:
-            The tokens up to its next turn; the number in its tokens of the one that they follow, or -1; and why it
-            ends, or None.
+        These are the tokens up to its next turn; the number in its tokens of the one that they follow, or -1; and why
+        it ends, or None.
         """
         nothing = np.empty(0, dtype=np.int64), -1
         if reply.failure is not None:
@@ -406,12 +405,7 @@ class Episodes:
         return bridge, parent, "length" if row.num_tokens + len(bridge) >= limit else None
 
     def _continue(self, row: TrajectoryBuilder, dialogue: Dialogue, reply: Reply) -> tuple[np.ndarray, int]:
-        """Return the tokens up to a row's next turn, and the number of the one that they follow, or -1.
-
-        Raises:
-            ChatTemplateError: The chat template can't write the messages; or they begin a branch, which rows of this
-                run can't have, or one after a turn that there wasn't; or what they say of the turn is unknown.
-        """
+        """Return the tokens up to a row's next turn, and the number of the one that they follow, or -1."""
         row.asked = _asked(reply)
         if reply.roles:
             token_ids = dialogue.encode(reply)

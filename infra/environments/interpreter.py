@@ -28,20 +28,14 @@ _VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 @dataclass(frozen=True)
 class Interpreter:
-    """An interpreter, and where its processes find modules.
+    """An interpreter, and where its processes find modules."""
 
-    Attributes:
-        python: The program.
-        module_path: For `sys.path`; None stands for the interpreter's own folders.
-        packages: Folders of Sluice's packages by name, for another interpreter: `rl_core` and `infra`, which are found
-            before others of these names, and `schemas`, which is found after.
-        variables: The environment variables; None: the run's.
-    """
-
-    python: str
-    module_path: Sequence[str | None]
+    python: str  # the program
+    module_path: Sequence[str | None]  # for `sys.path`; None stands for the interpreter's own folders
+    # Folders of Sluice's packages by name, for another interpreter: `rl_core` and `infra`, which are found before
+    # others of these names, and `schemas`, which is found after.
     packages: Mapping[str, str]
-    variables: Mapping[str, str] | None
+    variables: Mapping[str, str] | None  # the environment variables; None: the run's
 
     def check(self) -> None:
         """Check that the program is a Python that runs here, and is new enough.
@@ -52,7 +46,7 @@ class Interpreter:
         if self.variables is None:
             return
         where = f"environment.python {self.python!r} on {platform.node()}"
-        advice = f"set it to the program of a Python of at least {_dotted(OLDEST)}, such as venv/bin/python"
+        advice = f"set it to the program of a Python of at least {'.'.join(map(str, OLDEST))}, such as venv/bin/python"
         try:
             result = subprocess.run(
                 [self.python, "-c", _VERSION],
@@ -101,7 +95,3 @@ def _added_folders() -> list[str | None]:
         elif None not in folders:
             folders.append(None)
     return folders
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -33,23 +33,14 @@ logger = logging.getLogger(__name__)
 
 
 class Batch(Frozen):
-    """The first line of a file: the batch of which it is.
+    """The first line of a file: the batch of which it is."""
 
-    Attributes:
-        format: The format of the lines.
-        run_id: The run.
-        step: The step.
-        batch: The number of the batch within the step.
-        settings: The digest of the settings on which samples depend.
-        groups: Its groups.
-    """
-
-    format: NonNegativeInt = FORMAT
-    run_id: str
-    step: NonNegativeInt
-    batch: NonNegativeInt
-    settings: str
-    groups: tuple[NonNegativeInt, ...]
+    format: NonNegativeInt = FORMAT  # the format of the lines
+    run_id: str  # the run
+    step: NonNegativeInt  # the step
+    batch: NonNegativeInt  # the number of the batch within the step
+    settings: str  # the digest of the settings on which samples depend
+    groups: tuple[NonNegativeInt, ...]  # its groups
 
 
 class Answer(Frozen):
@@ -106,17 +97,11 @@ class Entry(Frozen):
 
 @dataclass(frozen=True)
 class Exchange:
-    """A reset or a turn of the model, and what the environment answered.
+    """A reset or a turn of the model, and what the environment answered."""
 
-    Attributes:
-        turn: What the model sampled; None: it is the reset, or, to be recorded, in the line before.
-        reply: What the environment answered; None: it was not asked, or has not answered yet.
-        begins_with: Of a reset, the digest of what the trajectory begins with.
-    """
-
-    turn: Generation | None
-    reply: Reply | None
-    begins_with: str | None = None
+    turn: Generation | None  # what the model sampled; None: it is the reset, or, to be recorded, in the line before
+    reply: Reply | None  # what the environment answered; None: it was not asked, or has not answered yet
+    begins_with: str | None = None  # of a reset, the digest of what the trajectory begins with
 
 
 class Journal:
@@ -156,10 +141,7 @@ class Journal:
         return self._recorded[self._rows[row]]
 
     def record(self, row: int, turn: int, exchange: Exchange) -> int:
-        """Record the reset of a row's trajectory as turn 0, a turn, or the answer to the turn that was recorded last.
-
-        Returns:
-            The number of the line, for `is_durable`.
+        """Record a row's reset (turn 0), turn, or answer to its last turn; return the line's number (`is_durable`).
 
         Raises:
             OSError: The journal can't be written.

@@ -18,17 +18,11 @@ __all__ = ["EnvironmentClass", "EnvironmentPool", "Failure", "Reply"]
 
 @dataclass(frozen=True)
 class EnvironmentClass:
-    """A class of which a pool makes environments.
+    """A class of which a pool makes environments."""
 
-    Attributes:
-        path: Its import path, `module:Class`.
-        limits: Time limits, the length of observations, the number of processes, and their interpreter.
-        arguments: Its keyword arguments, in JSON's types.
-    """
-
-    path: str
-    limits: TurnLimits
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    path: str  # its import path, `module:Class`
+    limits: TurnLimits  # time limits, the length of observations, the number of processes, and their interpreter
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # its keyword arguments, in JSON's types
 
 
 class EnvironmentPool:
@@ -180,7 +174,8 @@ class EnvironmentPool:
     def _hold(self, row: int, task: Task, seed: int, number: int) -> HeldEnvironment:
         assert self._slots, "the pool isn't started, or is closed"
         assert row not in self._rows, f"row {row} has an environment: end it first"
-        slot, limits = min(self._slots_by_class[number], key=_num_environments), self._classes[number].limits
+        slot = min(self._slots_by_class[number], key=lambda slot: slot.num_environments)
+        limits = self._classes[number].limits
         self._num_opened += 1
         environment = HeldEnvironment(number=self._num_opened, row=row, task=task, seed=seed, limits=limits)
         self._rows[row] = environment, slot
@@ -204,10 +199,6 @@ class EnvironmentPool:
     def _take(self, rows: Collection[int]) -> dict[int, Reply]:
         self._calling.difference_update(rows)
         return {row: self.replies.pop(row) for row in sorted(rows)}
-
-
-def _num_environments(slot: EnvironmentSlot) -> int:
-    return slot.num_environments
 
 
 def _settings_of(made: EnvironmentClass, interpreter: Interpreter) -> dict[str, Any]:

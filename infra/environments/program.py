@@ -171,7 +171,6 @@ class Program:
                 await asyncio.to_thread(remove_folder, self._folder)
 
     def describe_timeout(self) -> str:
-        """Return what the program did instead, after a time-out."""
         return f"the program has neither asked its model nor ended; {self._said()}"
 
     async def _start(self, key: str, endpoint: Endpoint) -> None:
@@ -194,11 +193,7 @@ class Program:
         self._ended = begin_task(self._sandbox.wait())
 
     async def _end(self) -> Step:
-        """Return the step that ends the trajectory.
-
-        Raises:
-            ChatError: The program failed, or there is no reward.
-        """
+        """Return the step that ends the trajectory."""
         exit_code = await self._end_of_program()
         output = self._end_of("stdout")
         if self._grade is None:

@@ -212,11 +212,7 @@ class ContainerRuntime:
         return "0:0" if self._is_rootless(self._find_info()) else f"{os.getuid()}:{os.getgid()}"
 
     def _find_info(self) -> dict[str, Any]:
-        """Return what the daemon, or Podman, tells of itself.
-
-        Raises:
-            ServiceError: The daemon doesn't answer.
-        """
+        """Return what the daemon, or Podman, tells of itself."""
         asked = self.ask("info", "--format={{json .}}")
         info: dict[str, Any] = json.loads(asked.stdout) if asked.returncode == 0 else {}
         if not info or info.get("ServerErrors"):

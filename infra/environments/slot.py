@@ -21,12 +21,7 @@ from rl_core.environments.base import Task
 from schemas.config.environment import TurnLimits
 from schemas.errors import EnvironmentImportError
 
-MODULES = (
-    infra.processes.lifeline,
-    infra.processes.calls,
-    infra.processes.threads,
-    infra.environments.child,
-)
+MODULES = (infra.processes.lifeline, infra.processes.calls, infra.processes.threads, infra.environments.child)
 # Loads the modules by their files: no package of Sluice is on the module path of its interpreter. Nor is the current
 # folder, which `-P` would not add either, but only in Python 3.11 and later. They are forgotten again, as packages that
 # an environment imports would lack them.
@@ -53,55 +48,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a call has no answer.
+    """Why a call has no answer."""
 
-    Attributes:
-        kind: The environment's code raised, returned something invalid, took too long, or ended its process. Or, made
-            again, it answered otherwise than before.
-        message: What happened, and where it is known, what to do.
-    """
-
+    # The environment's code raised, returned something invalid, took too long, or ended its process. Or, made
+    # again, it answered otherwise than before.
     kind: FailureKind
-    message: str
+    message: str  # what happened, and where it is known, what to do
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An environment's answer to its reset or to a step.
+    """An environment's answer to its reset or to a step."""
 
-    Attributes:
-        observations: Messages to the model.
-        reward: Of this turn.
-        done: Whether the trajectory ends.
-        metrics: Of this turn, by name.
-        role: Of the messages otherwise, and of those to come.
-        seconds: Time spent in the call.
-        failure: Why there is no answer; then all others but `seconds` and `requests` are defaults.
-        is_recorded: Whether it is from the journal, and no environment was asked.
-        roles: Of the messages, if they are a whole chat: of a reset, it takes the place of the data row's prompt; of a
-            step, the trajectory goes on from the longest beginning that its tokens share with an earlier chat.
-        extras: JSON of what else the messages of a whole chat have, such as calls of tools; empty: nothing.
-        tools: JSON of the tools that then belong to it; empty: none.
-        after: The number of the turn, from 1 on, that the messages follow; 0: the newest.
-        sampling: JSON of a `TurnSampling`, what they say of the next turn; empty: nothing.
-        requests: Of an environment that asks its model itself: how many requests came to each API since its last
-            answer, how many of them were `repeated` or `refused`, and the `seconds` from the one that this call
-            answered to its turn. Measurements, which may differ when the call is repeated.
-    """
-
-    observations: tuple[str, ...] = ()
-    reward: float = 0.0
-    done: bool = False
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    role: str = "user"
-    seconds: float = 0.0
-    failure: Failure | None = None
-    is_recorded: bool = False
+    observations: tuple[str, ...] = ()  # messages to the model
+    reward: float = 0.0  # of this turn
+    done: bool = False  # whether the trajectory ends
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of this turn, by name
+    role: str = "user"  # of the messages otherwise, and of those to come
+    seconds: float = 0.0  # time spent in the call
+    failure: Failure | None = None  # why there is no answer; then all others but `seconds` and `requests` are defaults
+    is_recorded: bool = False  # whether it is from the journal, and no environment was asked
+    # Of the messages, if they are a whole chat: of a reset, it takes the place of the data row's prompt; of a
+    # step, the trajectory goes on from the longest beginning that its tokens share with an earlier chat.
     roles: tuple[str, ...] = ()
-    extras: str = ""
-    tools: str = ""
-    after: int = 0
-    sampling: str = ""
+    extras: str = ""  # JSON of what else the messages of a whole chat have, such as calls of tools; empty: nothing
+    tools: str = ""  # JSON of the tools that then belong to it; empty: none
+    after: int = 0  # the number of the turn, from 1 on, that the messages follow; 0: the newest
+    sampling: str = ""  # JSON of a `TurnSampling`, what they say of the next turn; empty: nothing
+    # Of an environment that asks its model itself: how many requests came to each API since its last answer, how
+    # many of them were `repeated` or `refused`, and the `seconds` from the one that this call answered to its
+    # turn. Measurements, which may differ when the call is repeated.
     requests: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -135,12 +111,9 @@ class Replies(dict[int, Reply]):
     """The replies that wait to be taken, by row.
 
     It belongs to a pool and to its processes, and so must not refer to either: a pool that nobody uses kills them.
-
-    Attributes:
-        on_reply: Called with a row and its reply, when it comes.
     """
 
-    on_reply: Callable[[int, Reply], None] | None = None
+    on_reply: Callable[[int, Reply], None] | None = None  # called with a row and its reply, when it comes
 
     def add(self, row: int, reply: Reply) -> None:
         """Add the reply to a row's call."""
@@ -151,35 +124,21 @@ class Replies(dict[int, Reply]):
 
 @dataclass(eq=False, kw_only=True)
 class HeldEnvironment(ProcessCall):
-    """A row's environment, from `open` to `end`, and its outstanding call.
+    """A row's environment, from `open` to `end`, and its outstanding call."""
 
-    Attributes:
-        row: The row.
-        task: The data row.
-        seed: The seed.
-        limits: The time limits of its calls.
-        history: The actions that its state depends on.
-        seconds: Time spent in all of its calls.
-        expected: What it answered to the reset and to `history`, in JSON's types: made again, it must answer the same.
-        is_recorded: Whether that is from the journal, and it has not answered so itself.
-        is_made: Whether its process holds it, in the state after its latest successful call.
-        num_late: How often its outstanding call has ended as making it again took too long.
-        action: The action of its outstanding call; None: it is reset.
-        limit_seconds: The time limit of its outstanding call.
-    """
-
-    row: int
-    task: Task
-    seed: int
-    limits: TurnLimits
-    history: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    row: int  # the row
+    task: Task  # the data row
+    seed: int  # the seed
+    limits: TurnLimits  # the time limits of its calls
+    history: list[str] = field(default_factory=list)  # the actions that its state depends on
+    seconds: float = 0.0  # time spent in all of its calls
+    # What it answered to the reset and to `history`, in JSON's types: made again, it must answer the same.
     expected: list[dict[str, Any]] = field(default_factory=list)
-    is_recorded: bool = False
-    is_made: bool = False
-    num_late: int = 0
-    action: str | None = None
-    limit_seconds: float = 0.0
+    is_recorded: bool = False  # whether that is from the journal, and it has not answered so itself
+    is_made: bool = False  # whether its process holds it, in the state after its latest successful call
+    num_late: int = 0  # how often its outstanding call has ended as making it again took too long
+    action: str | None = None  # the action of its outstanding call; None: it is reset
+    limit_seconds: float = 0.0  # the time limit of its outstanding call
 
 
 class EnvironmentSlot(Slot[HeldEnvironment]):

@@ -27,9 +27,6 @@ ROW_VALUES = ("group_id", "reward", "advantages")  # that each token has, too
 class TokenTexts:
     """Decodes tokens one by one. A token that is part of a character's bytes is a replacement character.
 
-    Args:
-        model: The model whose tokenizer is used.
-
     Raises:
         ModelError: The model's folder or tokenizer isn't there any more.
     """

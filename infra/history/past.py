@@ -23,11 +23,6 @@ def link_past(parent: RunDirectory, directory: RunDirectory, fork: Fork) -> None
 
     Where hard links don't work, nothing is there, and the parent is read in place. So are, in any case, columns and
     checkpoints that are not in its directory, but under `store.url` or `checkpoint.url`.
-
-    Args:
-        parent: The run that is forked.
-        directory: The fork's.
-        fork: Its origin.
     """
     directory.folder.remove_folder(PAST)  # of a fork that was interrupted
     if not (fork.step and parent.is_local and directory.is_local):
@@ -58,8 +53,9 @@ def _link_files(parent: RunDirectory, past: RunDirectory, step: int) -> bool:
         checkpoints: _files(checkpoints, _complete(checkpoints, MANIFEST, step + 1), MANIFEST),
     }
     return all(
-        _link(source, open_folder(place), names)
-        for (source, names), place in zip(named.items(), _places(past), strict=True)
+        target.link(source, name) or source.size(name) is None  # that is: the run, which may go on, has removed it
+        for (source, names), target in zip(named.items(), map(open_folder, _places(past)), strict=True)
+        for name in names
     )
 
 
@@ -77,8 +73,3 @@ def _files(folder: Folder, steps: set[str], mark: str) -> list[str]:
     """Return the files of subfolders, the marks last."""
     found = [name for name in folder.sizes() if PurePosixPath(name).parts[0] in steps]
     return sorted(found, key=lambda name: PurePosixPath(name).name == mark)
-
-
-def _link(source: Folder, target: Folder, names: list[str]) -> bool:
-    """Link files, but those that their run, which may go on, removes meanwhile; return whether hard links work."""
-    return all(target.link(source, name) or source.size(name) is None for name in names)

@@ -15,26 +15,17 @@ from schemas.errors import RunError
 
 @dataclass(frozen=True)
 class Start:
-    """What a version's weights are made of.
+    """What a version's weights are made of."""
 
-    Attributes:
-        version: That of the checkpoint; 0 without one: the starting weights.
-        has_checkpoint: Whether there is a checkpoint of it.
-        steps: The stored steps whose updates lead from it to the version.
-    """
-
-    version: int
-    has_checkpoint: bool
-    steps: tuple[StoredStep, ...]
+    version: int  # that of the checkpoint; 0 without one: the starting weights
+    has_checkpoint: bool  # whether there is a checkpoint of it
+    steps: tuple[StoredStep, ...]  # the stored steps whose updates lead from it to the version
 
 
 class History:
     """The versions that a run has had, as far as its checkpoints and its stored steps give them back.
 
     Those from before it was forked are of its ancestors' histories: `lineage.owner_of` finds these.
-
-    Args:
-        directory: The run.
 
     Raises:
         RunError: It keeps no columns on disk, or has none yet.

@@ -4,6 +4,7 @@ The DuckDB that conditions of a page run in reads tables in memory, and no file,
 """
 
 from collections import OrderedDict
+from contextlib import closing
 from threading import Lock
 from typing import Any
 
@@ -112,7 +113,8 @@ def select_rows(kept: KeptRun, step: int, table: pa.Table, query: RowQuery) -> d
     if query.sort not in table.column_names:
         raise QueryError(f"the step has no column {query.sort!r} to sort by; it has {', '.join(table.column_names)}")
     is_named = named_columns(f"select {query.where.strip() or None}")
-    with StepQueries([kept], {"rows": table}, SANDBOX, is_named) as queries, queries.errors(TIMEOUT_SECONDS):
+    asked = closing(StepQueries([kept], {"rows": table}, SANDBOX, is_named))
+    with asked as queries, queries.errors(TIMEOUT_SECONDS):
         rows = queries.connection.view("rows")
         if query.where.strip():
             rows = rows.filter(query.where)

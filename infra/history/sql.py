@@ -16,7 +16,7 @@ Views:
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache, partial
 from pathlib import Path
 
@@ -98,7 +98,7 @@ class RunQueries:
         """
         check_query(sql)
         try:
-            with self._open(sql, named_tables(sql)) as self._asked, self._asked.errors(timeout_seconds):
+            with closing(self._open(sql, named_tables(sql))) as self._asked, self._asked.errors(timeout_seconds):
                 if self._is_stopped:
                     raise QueryError("the queries were stopped")
                 return self._asked.connection.sql(sql, params=parameters).to_arrow_table()

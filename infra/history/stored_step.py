@@ -8,14 +8,7 @@ import pyarrow as pa
 
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
-from rl_core.columns.jagged import (
-    BRANCH_COLUMNS,
-    PREFIX_COLUMN,
-    branches_of,
-    pairs_apart,
-    row_lengths,
-    split_rows,
-)
+from rl_core.columns.jagged import BRANCH_COLUMNS, PREFIX_COLUMN, branches_of, pairs_apart, row_lengths, split_rows
 from rl_core.columns.prompts import number_prefixes, repeat_prompts, rows_of_prompts
 from rl_core.rollout.responses import describe_responses
 from rl_core.views import new_batch

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import Timer
-from typing import Any, Self
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -104,12 +104,6 @@ class StepQueries:
     def close(self) -> None:
         """Close the connection."""
         self.connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _create_rows(self) -> None:
         """Create the table `kept_rows`: the keys, numbers and lengths of all rows."""

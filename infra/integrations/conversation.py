@@ -335,11 +335,7 @@ class Conversation:
         return Request(asked.messages[length:], number, asked.tools, asked.sampling)
 
     def _check(self, messages: list[Message]) -> None:
-        """Check a request that wasn't asked before.
-
-        Raises:
-            ChatError: It doesn't ask for a turn; or it is the first one, and doesn't go on from the row's prompt.
-        """
+        """Check a request that wasn't asked before."""
         if (not messages and self._prompt is None) or (messages[-1:] and messages[-1].role == "assistant"):
             raise ChatError(f"{self._asker} asks its model for a turn after its own, or after nothing")
         if self._asked or self._prompt is None:
@@ -358,11 +354,7 @@ class Conversation:
             )
 
     def _read(self, body: Any) -> _Asked:
-        """Return a request.
-
-        Raises:
-            ChatError: It is none, or sets what only the run's config may.
-        """
+        """Return a request."""
         if not isinstance(body, dict):
             raise ChatError(f"{self._asker} asks its model with what is not a JSON object")
         others = {name: value for name, value in body.items() if not self._allows(name, value)}
@@ -423,13 +415,7 @@ def _extends(messages: Sequence[Message], chat: Sequence[Message]) -> bool:
 
 
 def _read_turn(action: str, number: int, parser: str | None) -> tuple[Message, str]:
-    """Return a turn as a message, and its reasoning; if one of its calls can't be read, all of it is text.
-
-    Args:
-        action: The turn.
-        number: Its number.
-        parser: How calls are written; None: it has none.
-    """
+    """Return a turn as a message, and its reasoning; if one of its calls can't be read, all of it is text."""
     answer, reasoning = without_reasoning(action), ""
     if len(answer) < len(action):
         before = action[: len(action) - len(answer)].removesuffix("</think>")

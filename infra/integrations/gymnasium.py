@@ -68,7 +68,6 @@ class GymnasiumEnvironment:
         self._named = re.compile(rf"(?<!\w)(?<!\d\.)(?:{words})(?!\w|\.\d)", re.IGNORECASE)
 
     def reset(self) -> str:
-        """Begin, and return what is to be seen."""
         observation, _ = self._environment.reset(seed=self._seed, options=self._reset_options)
         return self._show(observation)
 
@@ -82,7 +81,6 @@ class GymnasiumEnvironment:
         return Step(self._show(observation), float(reward), done, {"invalid_actions": 0.0})
 
     def close(self) -> None:
-        """Close the environment."""
         self._environment.close()
 
     def _parse(self, text: str) -> Any:

@@ -120,11 +120,7 @@ async def complete(
 
 
 async def _stream(request: web.Request, asked: "asyncio.Future[Turn]", api: ModelApi, body: Json) -> web.StreamResponse:
-    """Answer a request by a turn in parts: it has ended before the first one is sent.
-
-    Raises:
-        ChatError: The trajectory has failed before anything was sent; else the stream ends with that.
-    """
+    """Answer a request by a turn in parts: it has ended before the first one is sent."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     while not (await asyncio.wait({asked}, timeout=ALIVE_SECONDS))[0]:
         if not response.prepared:

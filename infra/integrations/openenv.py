@@ -34,11 +34,7 @@ class _Texts:
         self._action_field, self._observation_field = action_field, observation_field
 
     def action(self, turn: str) -> dict[str, Any]:
-        """Return the fields of a turn's action.
-
-        Raises:
-            InvalidActionError: Not a JSON object.
-        """
+        """Return the fields of a turn's action."""
         text = without_reasoning(turn).strip()
         if self._action_field is not None:
             return {self._action_field: text}
@@ -55,11 +51,7 @@ class _Texts:
         return Step(self.observation(fields), float(reward or 0.0), bool(done), {"invalid_actions": 0.0})
 
     def observation(self, fields: Mapping[str, Any]) -> str:
-        """Return the text of an observation's fields.
-
-        Raises:
-            KeyError: It doesn't have the field.
-        """
+        """Return the text of an observation's fields."""
         if self._observation_field is None:
             shown = {name: value for name, value in fields.items() if name not in RESULTS}
             return json.dumps(shown, ensure_ascii=False)
@@ -108,7 +100,6 @@ class OpenEnvEnvironment:
         self._environment = _class(environment)(**arguments or {})
 
     async def reset(self) -> str:
-        """Begin, and return what is to be seen."""
         method = self._method("reset")
         taken = inspect.signature(method).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
@@ -137,7 +128,6 @@ class OpenEnvEnvironment:
         return self._texts.step(observation.model_dump(mode="json"), observation.reward, observation.done)
 
     def close(self) -> None:
-        """Close the environment."""
         self._environment.close()
 
     def _method(self, name: str) -> Any:
@@ -197,7 +187,6 @@ class OpenEnvServer:
         return self._texts.step(result.observation, result.reward, result.done)
 
     async def close(self) -> None:
-        """End the session."""
         await self._client.close()
 
 

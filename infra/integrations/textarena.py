@@ -39,13 +39,11 @@ class TextArenaEnvironment:
             self._game = textarena.make(id if id.endswith("-raw") else f"{id}-raw", **options or {})
 
     def reset(self) -> str:
-        """Begin, and return the game's rules."""
         with self._own_random_numbers():
             self._game.reset(num_players=1, seed=self._seed)
             return self._read()
 
     def step(self, action: str) -> Step:
-        """Let the game take the turn."""
         with self._own_random_numbers():
             done, _ = self._game.step(action=without_reasoning(action).strip())
             if not done:

@@ -63,11 +63,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
 
 
 class Worker:
-    """What the episodes of a process share: their environment, and the server that is its model.
-
-    Args:
-        env: The environment's config, as JSON.
-    """
+    """What the episodes of a process share: their environment, and the server that is its model."""
 
     def __init__(self, env: str) -> None:
         self.environment = _load(json.loads(env))
@@ -176,18 +172,13 @@ class VerifiersEnvironment:
         return self._conversation.take_counts()
 
     async def close(self) -> None:
-        """End the episode."""
         if self._episode is not None:
             self._episode.cancel()
             await asyncio.gather(self._episode, return_exceptions=True)
         self._conversation.fail(ChatError("the trajectory has ended"))
 
     def _end(self, episode: vf.Episode) -> Step:
-        """Return the step that ends the trajectory.
-
-        Raises:
-            ChatError: The episode failed, or its trace has no reward.
-        """
+        """Return the step that ends the trajectory."""
         self._check(episode)
         (trace,) = (trace for trace in episode.traces if trace.id == self._conversation.owner)
         if unscored := [name for name, reward in trace.rewards.items() if reward is None]:
@@ -203,11 +194,7 @@ class VerifiersEnvironment:
 
 
 def _load(env: Mapping[str, Any]) -> vf.Env:
-    """Make an environment whose agents are in this process, unless its config or its taskset says otherwise.
-
-    Raises:
-        ValueError: The config is not the environment's, or limits tokens.
-    """
+    """Make an environment whose agents are in this process, unless its config or its taskset says otherwise."""
     config = vf.resolve_env_config(dict(env))
     raw = json.loads(config.model_dump_json())
     for name, harness in config.agent_harnesses().items():

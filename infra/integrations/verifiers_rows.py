@@ -48,12 +48,7 @@ def row(source: str, data: vf.TaskData) -> dict[str, Any]:
     else:
         prompt.extend({"role": message.role, "content": _text(message.content)} for message in data.prompt or [])
     task = data.model_dump(mode="json", exclude_defaults=True)
-    return {
-        "data_source": source,
-        "prompt": prompt,
-        "reward_model": {"ground_truth": ""},
-        "extra_info": {"task": task},
-    }
+    return {"data_source": source, "prompt": prompt, "reward_model": {"ground_truth": ""}, "extra_info": {"task": task}}
 
 
 def _text(content: Any) -> str:

@@ -179,10 +179,7 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def empty_policy(config: ModelConfig) -> PreTrainedModel:
-    """Build the model to train, adapters included, with parameters on the meta device; `load_weights` fills it.
-
-    Returns:
-        The model, in eval mode but for checkpointed layers.
+    """Build the model to train, in eval mode, adapters included, on the meta device; `load_weights` fills it.
 
     Raises:
         ModelError: See `empty_model`; or the model can't checkpoint.

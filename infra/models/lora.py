@@ -54,9 +54,6 @@ def _inject(model: PreTrainedModel, config: LoraConfig, names: Sequence[str], *,
 
     They are given by the names of their weights: names as `target_modules` would mean other layers in some mixtures of
     experts, as peft takes those of dense and shared layers for those of the experts.
-
-    Raises:
-        ConfigError: peft refuses a layer.
     """
     import peft
 
@@ -250,11 +247,7 @@ def _target_layers(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]
 
 
 def _check_shared(model: PreTrainedModel, layers: Sequence[nn.Module], names: Sequence[str], body: list[str]) -> None:
-    """Check that no two layers have the same weight (Zamba's): whose adapters would be added up.
-
-    Raises:
-        ConfigError: Two layers do.
-    """
+    """Check that no two layers have the same weight (Zamba's): whose adapters would be added up."""
     weights = [id(layer.weight) for layer in layers]
     if shared := set(
         last_parts(name for name, weight in zip(names, weights, strict=True) if weights.count(weight) > 1)

@@ -78,11 +78,7 @@ class _Targets:
         self._sources: dict[int, tuple[str, Rows]] = {}  # of the same
 
     def fill(self, target: str, shape: tuple[int, ...], rows: Rows, source: str, path: str) -> None:
-        """Fill this rank's rows of a weight; a second value of a tied weight must be the same.
-
-        Raises:
-            ModelError: The value has another shape than the weight, or is not the other's that it is tied to.
-        """
+        """Fill this rank's rows of a weight; a second value of a tied weight must be the same."""
         old = self._state[self.names[target]]
         if shape != tuple(old.shape):
             raise ModelError(
@@ -124,11 +120,7 @@ class _Targets:
         return values
 
     def assign(self, path: str) -> None:
-        """Put the values into the model, and move the other buffers to the device.
-
-        Raises:
-            ModelError: A parameter has no value.
-        """
+        """Put the values into the model, and move the other buffers to the device."""
         missing = sorted(name for name, old in self._state.items() if id(old) not in self._new)
         if missing:
             raise ModelError(
@@ -143,13 +135,9 @@ class _Targets:
 
 
 def _agree(filled: Tensor, source: Rows, rows: Rows, start: int) -> bool:
-    """Return whether these are the values of a tensor, as far as this rank holds them.
+    """Return whether `rows`, from `start` on, are the values of a tensor, as far as this rank holds them.
 
-    Args:
-        filled: The tensor; without values, those of its source are compared.
-        source: What it was filled from.
-        rows: The values.
-        start: The first row that this rank holds.
+    Without values of the tensor, `filled`, those of its `source` are compared.
     """
     step = max(1, _PIECE_ELEMENTS // max(1, math.prod(filled.shape[1:])))
     for first in range(0, len(filled), step):

@@ -25,16 +25,13 @@ class JsonlSink:
         self._file.truncate(len(whole))
 
     def position(self) -> Position:
-        """Return the last rows of the file."""
         return self._position
 
     def log(self, row: Row) -> None:
-        """Append a line."""
         self._file.write(json.dumps({"step": row.step, **row.values}).encode() + b"\n")
         self._file.flush()
 
     def close(self, succeeded: bool) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -62,13 +59,11 @@ class TensorBoardSink:
         return self._position
 
     def log(self, row: Row) -> None:
-        """Write each metric as a scalar."""
         for name, value in row.values.items():
             self._writer.add_scalar(name, value, row.step)
         self._writer.flush()
 
     def close(self, succeeded: bool) -> None:
-        """Close the event file."""
         self._writer.close()
 
 

@@ -41,7 +41,6 @@ class MlflowSink:
         return Position(int(held.get("step", -1)), int(held.get("eval/step", -1)))
 
     def log(self, row: Row) -> None:
-        """Write the row's metrics in one request."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -49,7 +48,6 @@ class MlflowSink:
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self, succeeded: bool) -> None:
-        """Set the run's status."""
         self._client.set_terminated(self._run, "FINISHED" if succeeded else "FAILED")
 
     def _log_params(self, config: RunConfig) -> None:

@@ -37,12 +37,7 @@ STOP_SECONDS = 5  # and if it is cancelled or fails
 
 
 class Monitors:
-    """The monitors of a run.
-
-    Args:
-        run_id: The run's id.
-        deliveries: One for each monitor.
-    """
+    """The monitors of a run."""
 
     def __init__(self, run_id: str, deliveries: list[Delivery]) -> None:
         self._deliveries, self._series = deliveries, PrometheusSeries(run_id)

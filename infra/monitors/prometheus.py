@@ -30,9 +30,6 @@ class PrometheusSeries:
 
     A series is named by `MetricSpec.series`, and labeled with the run's id and the part in which it differs from
     others of its family, such as `phase`. They need a process that is connected to Ray.
-
-    Args:
-        run_id: The run's id.
     """
 
     def __init__(self, run_id: str) -> None:

@@ -11,13 +11,7 @@ from schemas.config.run import RunConfig
 
 
 class TrackioSink:
-    """A `Sink` that writes to a run in trackio's database on this machine.
-
-    Args:
-        monitor: The run's project.
-        run_id: The run's name.
-        config: The run's configuration.
-    """
+    """A `Sink` that writes to a run in trackio's database on this machine."""
 
     def __init__(self, monitor: TrackioMonitor, run_id: str, config: RunConfig) -> None:
         import trackio
@@ -49,11 +43,9 @@ class TrackioSink:
         return Position(last.get(False, -1), last.get(True, -1))
 
     def log(self, row: Row) -> None:
-        """Log the metrics at their step, which trackio stores by itself."""
         self._run.log({name: value for name, value in row.values.items() if name != "step"}, step=row.step)
 
     def close(self, succeeded: bool) -> None:
-        """Deliver everything."""
         self._run.finish()
 
     def _exists(self) -> bool:

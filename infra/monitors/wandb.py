@@ -71,17 +71,14 @@ class WandbSink:
             self._last = self._attempts.begin(Path(self._run.dir).parent.name)
 
     def position(self) -> Position:
-        """Return the run's last step and evaluation."""
         return Position(step=(self._last - 1) // 2, evaluation=self._last // 2)
 
     def log(self, row: Row) -> None:
-        """Add a history row."""
         number = 2 * row.step + (row.axis == "step")  # so that the run's own step tells which row was its last
         self._run.log(row.values, step=number, commit=True)
         self._last = number
 
     def close(self, succeeded: bool) -> None:
-        """Deliver everything, and set the run's status."""
         self._run.finish(exit_code=0 if succeeded else 1)
         if self._attempts:
             self._attempts.end(self._last)
@@ -95,12 +92,7 @@ class _Note(Frozen):
 
 
 class _Attempts:
-    """The attempts of a run to log offline.
-
-    Args:
-        folder: Where the library makes a folder for each.
-        run_id: The run's id.
-    """
+    """The attempts of a run to log offline."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self._folder, self._path = folder, folder / f"{run_id}.json"

@@ -31,17 +31,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class ProcessCall:
-    """What a process runs at a time, from when it waits to be sent until it is answered.
+    """What a process runs at a time, from when it waits to be sent until it is answered."""
 
-    Attributes:
-        number: Differs from that of all others that its process may have.
-        is_suspect: Whether it may have been the cause of the loss of its process: then it is run on its own.
-        has_ended_process: Whether it was the cause of one that ended.
-    """
-
-    number: int
-    is_suspect: bool = False
-    has_ended_process: bool = False
+    number: int  # differs from that of all others that its process may have
+    is_suspect: bool = False  # whether it may have been the cause of the loss of its process: then it is run on its own
+    has_ended_process: bool = False  # whether it was the cause of one that ended
 
 
 AnyCall = TypeVar("AnyCall", bound=ProcessCall)
@@ -170,11 +164,7 @@ class Slot(ABC, Generic[AnyCall]):
             self._fail(call, "died" if loss == "ended" else "timeout", message, running, now)
 
     def _causes_while_loading(self, loss: Loss, how: str) -> Sequence[AnyCall]:
-        """Return no call: none was the cause of the loss of a process that was not ready.
-
-        Raises:
-            UserError: The user's code was: it took too long, or ended the second process in a row, too.
-        """
+        """Return no call: none caused the loss of a process that wasn't ready; raise if the user's code did."""
         if loss == "ended" and not self._has_ended_while_loading:
             self._has_ended_while_loading = True
             return []

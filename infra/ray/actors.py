@@ -104,13 +104,6 @@ def create_actor(name: str, actor_class: type, *args: Any, options: Mapping[str,
     ).remote(*args)
 
 
-def start_actor(actor_class: type, *args: Any) -> Any:
-    """Start an actor without a name: it is killed when its handle is dropped, or when its driver exits."""
-    import ray
-
-    return ray.remote(actor_class).options(num_cpus=0, max_restarts=0).remote(*args)
-
-
 def kill_actors(names: Iterable[str]) -> None:
     """Kill the named actors that exist, all at once, and wait until their names are free again.
 

@@ -88,11 +88,7 @@ def require_own() -> None:
 
 
 def _is_connected(address: str) -> bool:
-    """Return whether `connect` has connected this process to a cluster that still responds; leave any other one.
-
-    Raises:
-        ServiceError: See `require_own`.
-    """
+    """Return whether `connect` has connected this process to a cluster that still responds; leave any other one."""
     require_own()
     with suppress(RayLostError):  # also if it isn't connected at all
         require_ray()

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 from infra.ray.actors import kill_actors, resolve
 from infra.ray.tracing import trace_arguments
@@ -51,7 +51,9 @@ class WorkerGroup:
             for each in waiting:  # of ranks that could not be killed, or are another driver's
                 each.cancel()
             outcomes = [each.exception() for each in calls if each in done and not each.cancelled()]
-            causes = [outcome for outcome in outcomes if _is_cause(outcome)]
+            causes = [
+                one for one in outcomes if isinstance(one, PipelineError) and not isinstance(one, WorkerLostError)
+            ]
             if isinstance(error, WorkerLostError) and causes:
                 raise causes[0] from None
             raise
@@ -77,7 +79,3 @@ def _shared(arg: Any) -> Any:
     from schemas.base import Frozen  # not at the top: `sluice --help` does without pydantic
 
     return ray.put(arg) if isinstance(arg, Frozen) else arg
-
-
-def _is_cause(outcome: object) -> TypeGuard[PipelineError]:
-    return isinstance(outcome, PipelineError) and not isinstance(outcome, WorkerLostError)

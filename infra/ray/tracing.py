@@ -48,16 +48,7 @@ def require_tracing(config: "RunConfig") -> None:
 
 
 def start_tracing(run_id: str, config: "RunConfig", instance: str) -> Callable[[], None]:
-    """Send this process's spans to the collector, if the config turns tracing on.
-
-    Args:
-        run_id: The run's id.
-        config: Its configuration.
-        instance: The process's name within the run.
-
-    Returns:
-        Stops it, after spans that are not sent yet, or after `FLUSH_SECONDS`.
-    """
+    """Send this process's spans to the collector, if the config turns tracing on; return what stops it."""
     global _tracer
     if not config.runtime.tracing:
         return lambda: None

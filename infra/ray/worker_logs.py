@@ -34,11 +34,7 @@ class Reply:
 
 
 class LogBuffer(logging.Handler):
-    """A handler that keeps a worker's lines until a call carries them to the driver.
-
-    Args:
-        worker: The worker's name, as lines show it.
-    """
+    """A handler that keeps a worker's lines until a call carries them to the driver."""
 
     def __init__(self, worker: str) -> None:
         super().__init__()

@@ -22,9 +22,8 @@ class RewardBatch(ABC):
             UserError: A replacement process can't load the reward function, or what that needs doesn't respond.
         """
 
-    @abstractmethod
-    def leave_out(self, number: int) -> None:
-        """Note that there is no item `number`: it gets no outcome."""
+    def leave_out(self, number: int) -> None:  # noqa: B027
+        """Note that there is no item `number`: it gets no outcome, and no other waits for it."""
 
     @abstractmethod
     def finish(self) -> dict[int, RewardOutcome]:

@@ -28,15 +28,12 @@ class GroupRewardScorer(RewardScorer):
         self._scorer, self._by_prompt = scorer, by_prompt
 
     def wait_until_ready(self) -> None:
-        """Wait until the group function is loaded."""
         self._scorer.wait_until_ready()
 
     def open_batch(self, groups: Sequence[int] = ()) -> RewardBatch:
-        """Begin a batch of items whose groups are these."""
         return GroupRewardBatch(self._scorer.open_batch(), groups, by_prompt=self._by_prompt)
 
     def close(self) -> None:
-        """Close the other scorer."""
         self._scorer.close()
 
 
@@ -97,7 +94,6 @@ class GroupRewardBatch(RewardBatch):
         }
 
     def close(self) -> None:
-        """Drop all groups without an outcome."""
         self._batch.close()
 
 
@@ -114,19 +110,16 @@ class SumRewardScorer(RewardScorer):
         self._scorers, self._weights = dict(scorers), dict(weights)
 
     def wait_until_ready(self) -> None:
-        """Wait until all parts can be scored."""
         for scorer in self._scorers.values():
             scorer.wait_until_ready()
 
     def open_batch(self, groups: Sequence[int] = ()) -> RewardBatch:
-        """Begin a batch of items whose groups are these."""
         with ExitStack() as opened:
             batches = {name: opened.enter_context(scorer.open_batch(groups)) for name, scorer in self._scorers.items()}
             opened.pop_all()
         return SumRewardBatch(batches, self._weights)
 
     def close(self) -> None:
-        """Close all of them."""
         with ExitStack() as closing:
             for scorer in self._scorers.values():
                 closing.callback(scorer.close)
@@ -144,17 +137,14 @@ class SumRewardBatch(RewardBatch):
         self._batches, self._weights = batches, weights
 
     def add(self, number: int, item: RewardItem) -> None:
-        """Submit `item` to all of them."""
         for batch in self._batches.values():
             batch.add(number, item)
 
     def leave_out(self, number: int) -> None:
-        """Leave item `number` out of all of them."""
         for batch in self._batches.values():
             batch.leave_out(number)
 
     def finish(self) -> dict[int, RewardOutcome]:
-        """Wait for all of them, and return the sums by number."""
         found = {name: batch.finish() for name, batch in self._batches.items()}
         numbers = next(iter(found.values()))
         return {
@@ -163,7 +153,6 @@ class SumRewardBatch(RewardBatch):
         }
 
     def close(self) -> None:
-        """Drop all of them."""
         with ExitStack() as closing:
             for batch in self._batches.values():
                 closing.callback(batch.close)

@@ -16,36 +16,24 @@ from rl_core.rewards import (
 
 
 class LocalRewardScorer(RewardScorer):
-    """Computes rewards in this process: nothing stops a reward function that hangs or crashes.
-
-    Args:
-        function: The reward function.
-    """
+    """Computes rewards in this process: nothing stops a reward function that hangs or crashes."""
 
     def __init__(self, function: AnyRewardFunction) -> None:
         self._function = function
         self._runner = asyncio.Runner()  # of all batches: a function may keep connections, which belong to its loop
 
     def wait_until_ready(self) -> None:
-        """Prepare the function."""
         self._runner.run(prepare(self._function))
 
     def open_batch(self, groups: Sequence[int] = ()) -> RewardBatch:
-        """Begin a batch."""
         return LocalRewardBatch(self._function, self._runner)
 
     def close(self) -> None:
-        """Close the event loop."""
         self._runner.close()
 
 
 class LocalRewardBatch(RewardBatch):
-    """A batch that is scored in this process item by item, or at the end if calls may overlap.
-
-    Args:
-        function: The reward function.
-        runner: Runs it.
-    """
+    """A batch that is scored in this process item by item, or at the end if calls may overlap."""
 
     def __init__(self, function: AnyRewardFunction, runner: asyncio.Runner) -> None:
         self._function, self._runner = function, runner
@@ -60,9 +48,6 @@ class LocalRewardBatch(RewardBatch):
             self._waiting[number] = item
         else:
             self._outcomes[number] = self._runner.run(score_one(self._function, item))
-
-    def leave_out(self, number: int) -> None:
-        """Do nothing: no other item waits for it."""
 
     def finish(self) -> dict[int, RewardOutcome]:
         """Make the calls that may overlap, and return all outcomes by number."""

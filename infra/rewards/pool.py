@@ -112,11 +112,7 @@ class PoolRewardBatch(RewardBatch):
         self._pool.waiting.append(RewardCall(number=number, item=item))
         os.eventfd_write(self._wake, 1)
 
-    def leave_out(self, number: int) -> None:
-        """Do nothing: no other item waits for it."""
-
     def finish(self) -> dict[int, RewardOutcome]:
-        """Wait for the remaining items, return every outcome by its item's number, and close."""
         assert not self._is_closed, "the batch is finished or closed"
         try:
             self._is_complete = True
@@ -177,12 +173,6 @@ class RewardPool(RewardScorer):
             self.slots.append(RewardSlot(self._config, self.waiting, self.outcomes))
 
     def wait_until_ready(self) -> None:
-        """Wait until all processes have loaded the reward function, and can call it.
-
-        Raises:
-            RewardImportError: A process can't load it, or ended while loading it.
-            UserError: It needs something that it lacks, such as a judge that responds.
-        """
         assert self._batch is None, "an open batch does its own waiting"
         wait_until_ready(self.slots)
 
@@ -198,7 +188,6 @@ class RewardPool(RewardScorer):
         return self._batch
 
     def close(self) -> None:
-        """Drop the open batch, and kill all processes."""
         if self._batch is not None:
             self._batch.close()
         close_all(self.slots)

@@ -300,11 +300,7 @@ class LocalServices:
         return service
 
     def _wait(self, service: "_Started") -> None:
-        """Wait until a service responds.
-
-        Raises:
-            ServiceError: It does not respond in time, or has exited; `_StartAgainError` if another start may help.
-        """
+        """Wait until a service responds."""
         name, process, ports = service
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while not self._responds(name, process.pid, ports):

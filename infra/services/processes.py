@@ -19,13 +19,10 @@ def process_tree(pid: int) -> list[psutil.Process]:
 
 
 def process_start(pid: int) -> str | None:
-    """Return when a process started, by clocks that nobody sets; None if it is gone.
+    """Return a boot's id and the clock ticks from it to a process's start, which nobody sets; None if it is gone.
 
     It tells a process from a later one with the same pid, also after a reboot: psutil's `create_time` is a time of
     day, which moves when the system's clock is set.
-
-    Returns:
-        The id of the machine's boot, and the process's start in clock ticks since then.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

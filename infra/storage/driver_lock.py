@@ -174,11 +174,7 @@ def _advice(directory: RunDirectory) -> str:
 
 
 def _try_lock(file: IO[str], operation: int) -> bool:
-    """Lock a file until it is closed; return False if another process holds a lock that excludes this one.
-
-    Raises:
-        ConfigError: Its file system has no locks.
-    """
+    """Lock a file until it is closed; return False if another process holds a lock that excludes this one."""
     try:
         fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -190,7 +190,7 @@ class Folder:
             sync_folder(path)
         else:
             with self._reached():
-                self._fs.pipe_file(path, _as_bytes(data))
+                self._fs.pipe_file(path, data if isinstance(data, bytes) else data.to_pybytes())
 
     def write_large(self, name: str, data: "pa.Buffer") -> None:
         """Replace a file by what memory need not hold at once, such as a mapped buffer.
@@ -314,11 +314,7 @@ class Folder:
             raise OSError(f"{self} can't be reached: {describe(error)}") from error
 
     def _path(self, name: str) -> str:
-        """Return the full path of a relative name.
-
-        Raises:
-            InvalidKeyError: It leads out of the folder.
-        """
+        """Return the full path of a relative name."""
         path = f"{self._root}/{name}".rstrip("/")
         is_inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
         if is_inside and self.is_local:
@@ -374,10 +370,6 @@ def _sync(path: str) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def _as_bytes(data: "bytes | pa.Buffer") -> bytes:
-    return data if isinstance(data, bytes) else data.to_pybytes()
 
 
 def read_record(folder: Folder, name: str, model: type[Record], advice: str) -> Record | None:

@@ -78,11 +78,7 @@ def owns_place(directory: RunDirectory, url: str) -> bool:
 
 
 def _claim_place(key: str, place: str, record: _Record) -> None:
-    """Write the run's identity to its folder at a URL that other runs may be given, too.
-
-    Raises:
-        RunError: Another run's is there.
-    """
+    """Write the run's identity to its folder at a URL that other runs may be given, too."""
     folder = open_folder(place)
     if (found := _read(folder)) is not None and found.identity != record.identity:
         raise RunError(

@@ -58,12 +58,7 @@ def update_key(run: RunHandle, policy: PolicyHandle, stage: str) -> str:
 
 
 class Ledger:
-    """The entries of one run, in a folder per step.
-
-    Args:
-        run: The run's directory.
-        run_id: The run.
-    """
+    """The entries of one run, in a folder per step."""
 
     def __init__(self, run: Folder, run_id: str) -> None:
         self._folder, self._run_id = run.within(_FOLDER), run_id

@@ -176,11 +176,7 @@ class ObjectLines:
         raise OSError(f"{self} is being replaced again and again by another process; try again")
 
     def _own_epoch(self, newest: _Revision | None) -> int:
-        """Return the epoch in which this process writes.
-
-        Raises:
-            RunTakenOverError: Another driver writes in a later one.
-        """
+        """Return the epoch in which this process writes."""
         last = newest.epoch if newest else 0
         if self._epoch is not None and last > self._epoch:
             raise RunTakenOverError(f"another driver has taken over the run, and writes {self}: this one stops")

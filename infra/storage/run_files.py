@@ -30,11 +30,7 @@ _NAME = "decisions.json"
 
 
 class MetricsFile:
-    """One line per finished step, evaluation and event, in order. A step is finished once its line is in the file.
-
-    Args:
-        lines: The file.
-    """
+    """One line per finished step, evaluation and event, in order. A step is finished once its line is in the file."""
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
@@ -146,11 +142,7 @@ class MetricsFile:
         return [self._checked(number, partial(_parse_row, line)) for number, line in lines]
 
     def _checked(self, number: int, parse: Callable[[], Parsed]) -> Parsed:
-        """Return what a line is parsed to.
-
-        Raises:
-            RunError: It is damaged.
-        """
+        """Return what a line is parsed to."""
         try:
             return parse()
         except ValueError as error:

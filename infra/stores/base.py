@@ -6,7 +6,6 @@ N rows of a batch.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar
 
 import pyarrow as pa
@@ -27,7 +26,6 @@ from schemas.errors import (
     InvalidKeyError,
     StaleIncarnationError,
     StepNotOpenError,
-    StoreError,
     WorkerLostError,
 )
 
@@ -238,11 +236,6 @@ def capacity_error(key: ChunkKey, requested: int, held: int, limit: int) -> Capa
         f"can't put {key}: {requested} bytes requested, {held} held, limit {limit}; "
         "raise store.capacity_bytes, and resume the run"
     )
-
-
-def removed_folder_error(key: ChunkKey, folder: Path) -> StoreError:
-    """Return the error for a put into a folder that is gone although its column server lives."""
-    return StoreError(f"can't put {key}: {folder} was removed while the run was active")
 
 
 def lost_store_error(run_id: str, error: Exception) -> WorkerLostError:

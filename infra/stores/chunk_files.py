@@ -203,11 +203,7 @@ class ChunkBlocks:
 
 
 class ChunkFiles:
-    """The chunks of one store.
-
-    Args:
-        folder: The store's folder.
-    """
+    """The chunks of one store."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder

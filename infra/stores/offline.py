@@ -21,11 +21,7 @@ from schemas.errors import ChunkCorruptedError, RunError, StoreError
 
 
 class RunColumns:
-    """The columns of a run and, for steps before it was forked, of its ancestors. Read-only.
-
-    Args:
-        directory: The run.
-    """
+    """The columns of a run and, for steps before it was forked, of its ancestors. Read-only."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.run_id = directory.run_id

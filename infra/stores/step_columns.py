@@ -202,9 +202,6 @@ def _keep_committed(store: ColumnStore, step: int, committed: set[str]) -> None:
 
     A stage that is not committed runs again, perhaps with other ranks or on another machine, and could put other
     chunks under the same keys.
-
-    Raises:
-        StoreError: The columns of these stages are lost or damaged.
     """
     chunks = store.chunks(step)
     stale = [ref for ref in chunks if _stage_of(ref) not in committed]

@@ -73,7 +73,7 @@ def summarize_step(
     failed: bool = False,
     reasons: Mapping[str, str] | None = None,
 ) -> tuple[StepSummary, list[StoreError]]:
-    """Read a step's columns once and summarize those that can be read.
+    """Read a step's columns once; return their summary, and the errors of columns and chunks that can't be read.
 
     Args:
         store: The run's files.
@@ -81,9 +81,6 @@ def summarize_step(
         num_samples: S; all N rows if the batch has fewer.
         failed: Summarize the rows whose reward failed, which are not trained on, instead of the others.
         reasons: Why rewards failed, by sample id.
-
-    Returns:
-        The summary, and the errors of columns and chunks that can't be read.
 
     Raises:
         ChunkCorruptedError: The step's saved handle is damaged.

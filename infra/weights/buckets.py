@@ -85,12 +85,7 @@ def gathered(weights: Mapping[str, Tensor], specs: Sequence[TensorSpec]) -> Iter
 
 
 def with_whole_blocks(weights: Mapping[str, Tensor], changed: Iterable[str]) -> dict[str, Tensor]:
-    """Return the weights of all blocks in which one has changed, in order.
-
-    Args:
-        weights: All weights by name.
-        changed: The names of those that have changed.
-    """
+    """Return the weights of all blocks in which one has changed, in order."""
     blocks = {block_of(name) for name in changed}
     return {name: tensor for name, tensor in weights.items() if block_of(name) in blocks}
 

@@ -139,10 +139,7 @@ class WeightSyncEndpoint:
         return loaded.replace(probe_seconds=time.perf_counter() - started, probe_difference=difference)
 
     def probe(self) -> float | None:
-        """Probe the engine with the row of its last load, unless that was done, or it is not wholly awake.
-
-        Returns:
-            See `check_probe`; None if there was no probe.
+        """Probe the engine with its last load's row (`check_probe`); None: no row, done before, or partly asleep.
 
         Raises:
             StaleWeightsError: The engine's log-probs are not the trainer's; it has no version.

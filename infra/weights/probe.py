@@ -42,13 +42,7 @@ def probe_tokens(config: RunConfig) -> NDArray[np.int64]:
 
 @torch.no_grad()
 def score_probe(module: ScoringModule, config: RunConfig, compute_dtype: str) -> ProbeRow:
-    """Score the probe row with the trainer's own weights; all ranks must call it.
-
-    Args:
-        module: The trainer's.
-        config: The run.
-        compute_dtype: The trainer's.
-    """
+    """Score the probe row with the trainer's own weights; all ranks must call it."""
     ids = probe_tokens(config)
     tokens, one = torch.from_numpy(ids), torch.ones(1, dtype=torch.int64)
     row = pack_row(tokens[:1], one, tokens[1:], one * (len(ids) - 1))
@@ -63,10 +57,7 @@ def score_probe(module: ScoringModule, config: RunConfig, compute_dtype: str) ->
 
 
 def check_probe(engine: RolloutEngine, handle: WeightsHandle) -> float | None:
-    """Compare an engine's log-probs of the handle's probe row with the trainer's.
-
-    Returns:
-        The mean absolute difference, in nats; None if the handle has no probe row.
+    """Compare an engine's log-probs of the probe row with the trainer's: mean absolute difference, nats.
 
     Raises:
         StaleWeightsError: It is more than rounding explains; the engine has no version any more.

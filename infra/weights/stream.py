@@ -125,13 +125,6 @@ def load_weights(
     A bucket is verified before the engine gets it. The engine has no version from the first bucket until the last one
     is verified and copied. If the weights are rejected, the group stays usable.
 
-    Args:
-        group: The group.
-        carrier: What moves the buckets.
-        engine: The engine.
-        run_id: The run whose weights are accepted.
-        version: The expected version.
-
     Raises:
         WeightsError: The weights are of another version or model, and the engine is unchanged; or a bucket is damaged.
         WorkerLostError: The sender is gone, or did not take part in time.

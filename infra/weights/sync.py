@@ -78,7 +78,7 @@ async def sync_weights(
     find_policy: Callable[[], WorkerGroup | None],
     get_policy: Callable[[], Awaitable[WorkerGroup]],
 ) -> WeightsTransfer | None:
-    """Load a policy version into the rollout workers that don't hold it yet, in place.
+    """Load a version in place into the rollout workers that don't hold it; return the transfer, None if all hold it.
 
     Calls take turns: the policy sends in one group at a time.
 
@@ -88,9 +88,6 @@ async def sync_weights(
         workers: The rollout workers' actor handles.
         find_policy: Finds the policy's ranks without a call of them; called only if a worker needs the version.
         get_policy: Has them checked, or created; called only if they have not sent to these workers before.
-
-    Returns:
-        The measured transfer; None if all workers hold the version already.
 
     Raises:
         VersionError: The policy holds neither that version nor the one after it.

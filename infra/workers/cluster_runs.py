@@ -1,6 +1,5 @@
 """The runs that have processes in the Ray cluster, whoever started them: listed, and ended."""
 
-from collections.abc import Iterable
 from contextlib import suppress
 
 import ray
@@ -79,7 +78,7 @@ def _summarize(identity: str, num_processes: int, infos: list[ActorInfo]) -> Clu
         identity=identity,
         state="driven" if driverless < _DRIVERLESS_SECONDS else "no driver",
         num_processes=num_processes,
-        nodes=_sorted(info.address for info in infos),
+        nodes=tuple(sorted({info.address for info in infos})),
         num_gpus=len({(info.address, gpu) for info in infos for gpu in info.gpus}),
         memory_bytes=sum(info.memory_bytes for info in infos) + _store_bytes(identity),
         age_seconds=max(info.age_seconds for info in infos),
@@ -95,7 +94,3 @@ def _store_bytes(identity: str) -> int:
         return find_shared_store(run_id_of(identity), identity).usage().num_bytes
     except (WorkerLostError, StoreError):
         return 0
-
-
-def _sorted(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(set(values)))

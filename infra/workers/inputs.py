@@ -20,7 +20,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from infra.storage.folder import read_record
 from infra.storage.runs import RunDirectory
 from schemas.base import Frozen, digest_of
-from schemas.config.reward import FunctionReward, GroupFunctionReward, WeightedReward, reward_models
+from schemas.config.reward import reward_models, user_functions
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
 
@@ -309,7 +309,7 @@ def evaluation_digest(config: RunConfig) -> str:
 
 def _measure(config: RunConfig) -> RunInputs:
     return RunInputs(
-        data={path: data_digest(path) for path in _data_paths(config)},
+        data={path: data_digest(path) for path in config.data.paths},
         tokenizer=_tokenizer_digest(Path(config.model.path)),
         code=_code_digests(config),
     )
@@ -317,11 +317,6 @@ def _measure(config: RunConfig) -> RunInputs:
 
 def _load(directory: RunDirectory) -> RunInputs | None:
     return read_record(directory.folder, _NAME, RunInputs, "restore it")
-
-
-def _data_paths(config: RunConfig) -> list[str]:
-    held_out = [config.data.eval_path] if config.data.eval_path else []
-    return [*(source.path for source in config.data.train_sources), *held_out]
 
 
 def _tokenizer_digest(folder: Path) -> str:
@@ -336,10 +331,7 @@ def _code_digests(config: RunConfig) -> dict[str, str]:
 
 
 def _import_paths(config: RunConfig) -> Iterator[str]:
-    reward = config.reward
-    for each in [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]:
-        if isinstance(each, FunctionReward | GroupFunctionReward):
-            yield each.path
+    yield from (function.path for function in user_functions(config.reward))
     for environment in config.environments:
         yield from environment.import_paths
 

@@ -55,9 +55,6 @@ _SFT_POLICY = _worker(
 async def start_workers(run: RunHandle) -> list[WorkerPlace]:
     """Find or create all workers of the run, and wait until all have started: at the same time, unless they take turns.
 
-    Returns:
-        Where each computes.
-
     Raises:
         PipelineError: What the first worker to fail raised.
     """
@@ -74,12 +71,6 @@ async def start_workers(run: RunHandle) -> list[WorkerPlace]:
 
 async def get_worker(run: RunHandle, role: Role, number: int = 0, found: Any | None = None) -> Any:
     """Find or create a worker, and wait until it has started; one whose engine has lost a process is created again.
-
-    Args:
-        run: The run.
-        role: The worker's role.
-        number: Its number.
-        found: Its handle, if it is known.
 
     Raises:
         WorkerLostError: It died; or its node can't be reached, and it was killed.

@@ -141,8 +141,7 @@ def find_problem(here: NodeReport, there: NodeReport, directory: RunDirectory, b
 
 def paths_of(config: RunConfig) -> list[str]:
     """Return what workers read or run by its path: models, data, and interpreters that aren't found by their name."""
-    held_out = [config.data.eval_path] if config.data.eval_path else []
     programs = [getattr(config.rollout, key, None) for key in ("python", "program")]
     programs += [environment.python for environment in config.environments]
     found = [program for program in programs if program is not None and "/" in program]
-    return [*model_paths(config), *(source.path for source in config.data.train_sources), *held_out, *found]
+    return [*model_paths(config), *config.data.paths, *found]

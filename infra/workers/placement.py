@@ -160,11 +160,7 @@ def _create_group(run: RunHandle) -> PlacementGroup:
 
 
 async def _wait_for_nodes(run: RunHandle) -> Device:
-    """Wait until the cluster has enough nodes: some may be gone since the run began; see `check_resources`.
-
-    Raises:
-        ResourcesError: It has too few for too long.
-    """
+    """Wait until the cluster has enough nodes: some may be gone since the run began; see `check_resources`."""
     limit = run.config.timeouts.resource_seconds
     started = time.monotonic()
     while True:
@@ -178,11 +174,7 @@ async def _wait_for_nodes(run: RunHandle) -> Device:
 
 
 async def _wait_for_bundles(run: RunHandle, group: PlacementGroup, bundles: Sequence[int]) -> dict[int, str]:
-    """Wait until bundles have a living node each; return the nodes of all that have one.
-
-    Raises:
-        ResourcesError: One has none for too long.
-    """
+    """Wait until bundles have a living node each; return the nodes of all that have one."""
     limit = run.config.timeouts.resource_seconds
     started = time.monotonic()
     while True:
@@ -224,11 +216,7 @@ def _holders() -> str:
 
 
 def _living() -> list[dict[str, Any]]:
-    """Return what Ray tells of the nodes that live.
-
-    Raises:
-        RayLostError: Ray is gone.
-    """
+    """Return what Ray tells of the nodes that live."""
     require_ray()
     return [node for node in ray.nodes() if node["Alive"]]
 

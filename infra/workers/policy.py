@@ -96,11 +96,7 @@ class PolicyCheckpoints:
         return newest
 
     def _verify(self, version: int) -> Manifest:
-        """Check this rank's part of a checkpoint's files.
-
-        Raises:
-            CheckpointError: On every rank, of the first one that has found a fault.
-        """
+        """Check this rank's part of a checkpoint's files; every rank raises the first one's fault."""
         try:
             manifest, fault = self.store.verify(version, self._rank, 1 if self._mesh is None else self._mesh.size()), ""
         except CheckpointError as error:

@@ -31,14 +31,7 @@ PARTIAL_COLUMNS = ("response_ids", "sampler_logprobs", "sampler_versions", "fini
 
 
 class Evaluator:
-    """Samples and scores responses to held-out prompts, as the config's `eval` section says.
-
-    Args:
-        config: The run's configuration.
-        prompts: The held-out prompts.
-        sampler: Samples with the weights to evaluate.
-        sampling: How tokens are sampled.
-    """
+    """Samples and scores responses to held-out prompts, as the config's `eval` section says."""
 
     def __init__(self, config: RunConfig, prompts: PromptDataset, sampler: ResponseSampler, sampling: Sampling) -> None:
         self._config, self._prompts, self._sampler, self._sampling = config, prompts, sampler, sampling
@@ -79,21 +72,13 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class Row:
-    """A sample of a prompt, with its response so far.
+    """A sample of a prompt, with its response so far."""
 
-    Attributes:
-        step: The step that will train on it.
-        group: Its prompt's number within that step.
-        number: Its number within the group.
-        prompt: Its prompt.
-        response: Its tokens so far; None: it has not begun.
-    """
-
-    step: int
-    group: int
-    number: int
-    prompt: PromptRow
-    response: Generation | None = None
+    step: int  # the step that will train on it
+    group: int  # its prompt's number within that step
+    number: int  # its number within the group
+    prompt: PromptRow  # its prompt
+    response: Generation | None = None  # its tokens so far; None: it has not begun
 
     @property
     def num_tokens(self) -> int:

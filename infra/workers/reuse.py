@@ -23,13 +23,6 @@ def describe_groups(
 ) -> RolloutShard:
     """Return the scalars of the groups' rows.
 
-    Args:
-        run: The run.
-        step: The step that trains on them.
-        shard: The number of their shard within it.
-        groups: Their numbers within it, ascending.
-        reused: Where they come from.
-
     Raises:
         RunError: A step that they come from is not kept.
         StoreError: Columns are lost or damaged.

@@ -87,31 +87,18 @@ class WorkerRewardScorer(RewardScorer):
 
 
 class WorkerRewardBatch(RewardBatch):
-    """A batch of groups that reward workers score.
-
-    Args:
-        scorer: Calls them.
-    """
+    """A batch of groups that reward workers score."""
 
     def __init__(self, scorer: WorkerRewardScorer) -> None:
         self._scorer = scorer
         self._calls: dict[int, Future[RewardOutcome]] = {}
 
     def add(self, number: int, item: RewardItem) -> None:
-        """Have group `number` scored."""
         assert number not in self._calls, f"group {number} was added before"
         self._calls[number] = self._scorer.submit(item)
 
-    def leave_out(self, number: int) -> None:
-        """Do nothing: no other group waits for it."""
-
     def finish(self) -> dict[int, RewardOutcome]:
-        """Wait for all groups.
-
-        Raises:
-            WorkerLostError: A worker died too often.
-            PipelineError: A worker raised it.
-        """
+        """Wait for all groups; an error that a worker raises, or a worker that dies too often, ends that."""
         return {number: future.result() for number, future in self._calls.items()}
 
     def close(self) -> None:

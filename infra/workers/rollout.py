@@ -164,10 +164,6 @@ class RolloutWorker:
     def load_weights(self, version: int, transport: Transport) -> LoadedWeights:
         """Load the weights of policy `version`, while the policy sends them; pending rows are kept.
 
-        Args:
-            version: The version.
-            transport: The transport by which they are sent.
-
         Raises:
             WeightsError: They are damaged, or of another version or model, or the engine computes with others.
             WorkerLostError: The policy is gone.
@@ -241,7 +237,7 @@ class RolloutWorker:
         reward_parts: Sequence[str],
         holder: int,
     ) -> PutResult | None:
-        """Store the samples of a shard's kept groups as one chunk, and drop the shard from this worker.
+        """Store a shard's kept groups as one chunk, and drop the shard here; None if its rows aren't here.
 
         Args:
             step: The step.
@@ -251,9 +247,6 @@ class RolloutWorker:
             reward_parts: The reward parts of all the step's samples, so that all chunks have the same columns.
             holder: The number of the worker that has generated the rows which the driver knows. Another one may hold
                 rows of the shard from before a kill of the driver.
-
-        Returns:
-            The chunk; None if this worker doesn't hold the shard's rows.
 
         Raises:
             StoreError: The store rejects the chunk; the worker keeps the shard.

@@ -102,7 +102,8 @@ def make_shard(
         turn_rewards=tuple(as_stored(turn.reward) for trajectory in trajectories for turn in trajectory.turns),
         pairs_apart=tuple(pairs_apart(prompts, responses, branches)) if branches else (),
         parts={
-            name: tuple(as_stored(outcome.parts.get(name)) for outcome in outcomes) for name in _part_names(outcomes)
+            name: tuple(as_stored(outcome.parts.get(name)) for outcome in outcomes)
+            for name in sorted({name for outcome in outcomes for name in outcome.parts})
         },
         failure=first_failure(outcomes),
         failures={
@@ -211,10 +212,6 @@ def _sampling_masks(rows: Sequence[SamplingMask], dtype: np.dtype) -> dict[str, 
 
 def _texts(values: object) -> pa.Array:
     return pa.array(values, type=pa.string())
-
-
-def _part_names(outcomes: Sequence[RewardOutcome]) -> list[str]:
-    return sorted({name for outcome in outcomes for name in outcome.parts})
 
 
 def _rewards(outcomes: Sequence[RewardOutcome], parts: Sequence[str]) -> dict[str, pa.Array]:

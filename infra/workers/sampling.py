@@ -33,19 +33,12 @@ class ScoredResponse:
 
 @dataclass(frozen=True)
 class ResponseStart:
-    """What a response begins with.
+    """What a response begins with."""
 
-    Attributes:
-        prompt: Its prompt.
-        group: The number of its prompt in the batch: those to one prompt are next to each other, and share a prefill.
-        seed: The seed of its tokens.
-        environment_seed: The seed of its environment, if there is one; all responses to a prompt have the same.
-    """
-
-    prompt: PromptRow
-    group: int
-    seed: int
-    environment_seed: int
+    prompt: PromptRow  # its prompt
+    group: int  # the number of its prompt in the batch: those to one prompt are next to each other, and share a prefill
+    seed: int  # the seed of its tokens
+    environment_seed: int  # the seed of its environment, if there is one; all responses to a prompt have the same
 
 
 class ResponseSampler:
@@ -117,7 +110,8 @@ class ResponseSampler:
                     if not generated:  # rewards are computed from the first response on
                         reward_span.enter_context(span("rl.reward"))
                     answer = self._answer(generation)
-                    generated[number] = generation, self._text(generation), answer
+                    text = self._decode(generation.token_ids, with_special_tokens=isinstance(generation, Trajectory))
+                    generated[number] = generation, text, answer
                     if isinstance(generation, Trajectory) and generation.failure is not None:
                         failed[number] = RewardOutcome(reward=None, failure=f"environment, {generation.failure}")
                         batch.leave_out(number)
@@ -128,9 +122,6 @@ class ResponseSampler:
                 outcomes = batch.finish() | failed
         seconds = {"generate": all_generated - started, "reward": time.perf_counter() - all_generated}
         return [ScoredResponse(*generated[number], outcomes[number]) for number in range(len(prompts))], seconds
-
-    def _text(self, generation: Generation) -> str:
-        return self._decode(generation.token_ids, with_special_tokens=isinstance(generation, Trajectory))
 
     def _answer(self, generation: Generation) -> str:
         token_ids = generation.last_turn_ids if isinstance(generation, Trajectory) else generation.token_ids

@@ -140,18 +140,11 @@ class ScoringWorker:
         shard: int | None = None,
         top_k: int = 0,
     ) -> ScoreResult:
-        """Put `column` (float32 nats, response axis): the log-probs of this rank's rows.
+        """Put `column` (float32 nats, response axis): the log-probs of this rank's rows, from the columns `inputs`.
 
-        Args:
-            batch: The step's rows.
-            plan: The assignment of rows to ranks.
-            column: The column's name.
-            stage: The stage's name in the chunk's key.
-            phase: The step's phase that it is, in measurements and traces.
-            inputs: The columns that it is computed from; the first are `TOKEN_COLUMNS`, or stand for them.
-            kl: Whether to report each row's KL from its behavior log-probs to these, by the config's estimator.
-            shard: The number in the chunk's key; None: the rank.
-            top_k: How many of the most likely tokens of each position to put as well, as `TOP_COLUMNS`.
+        The first of these are `TOKEN_COLUMNS`, or stand for them. `shard` is the number in the chunk's key (None: the
+        rank); the `top_k` most likely tokens of each position are put as well, as `TOP_COLUMNS`; `kl` reports each
+        row's KL from its behavior log-probs to these, by the config's estimator.
         """
         micros, rows = plan.rank(self._rank), rank_rows([plan], self._rank)
         if not len(rows) and self._mesh is None:
@@ -244,11 +237,7 @@ class ScoringWorker:
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """Turn torch.distributed's errors about other ranks into `WorkerLostError`.
-
-        Raises:
-            WorkerLostError: Another rank is gone, or did not take part in time.
-        """
+        """Turn torch.distributed's errors about other ranks into `WorkerLostError`."""
         try:
             yield
         except PipelineError:

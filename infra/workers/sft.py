@@ -93,10 +93,6 @@ class SftWorker(PolicyWorker):
     def score_held_out(self, plan: ForwardPlan, version: int) -> Metrics:
         """Return loss and accuracy of this rank's held-out tokens, which merge exactly.
 
-        Args:
-            plan: The assignment of held-out rows to ranks.
-            version: The version that it holds.
-
         Raises:
             VersionError: The worker holds another version.
         """

@@ -1,4 +1,4 @@
-"""Advantages of a row against a baseline: its group's, that of its other rows, or the step's."""
+"""Advantages of a row against a baseline: its group's, that of its other rows, or the step's; all [N] float64."""
 
 from dataclasses import replace
 
@@ -20,13 +20,6 @@ def grpo_advantages(config: GrpoAdvantage, inputs: AdvantageInputs) -> Floats:
     """Compute (reward - group mean) / (group sample standard deviation + epsilon).
 
     Shao et al. 2024, arXiv:2402.03300, section 4.1.2; the standard deviation has ddof = 1.
-
-    Args:
-        config: `epsilon` is added to the standard deviation.
-        inputs: The step's rows.
-
-    Returns:
-        [N] float64.
     """
     centered = inputs.centered
     variance = np.bincount(inputs.group, weights=centered**2) / np.maximum(inputs.group_sizes - 1, 1)
@@ -35,15 +28,7 @@ def grpo_advantages(config: GrpoAdvantage, inputs: AdvantageInputs) -> Floats:
 
 
 def dr_grpo_advantages(config: DrGrpoAdvantage, inputs: AdvantageInputs) -> Floats:
-    """Compute reward - group mean (Liu et al. 2025, arXiv:2503.20783, section 3.2).
-
-    Args:
-        config: Has no parameters.
-        inputs: The step's rows.
-
-    Returns:
-        [N] float64.
-    """
+    """Compute reward - group mean (Liu et al. 2025, arXiv:2503.20783, section 3.2)."""
     return inputs.centered
 
 
@@ -51,14 +36,8 @@ def opo_advantages(config: OpoAdvantage, inputs: AdvantageInputs) -> Floats:
     """Compute reward - length-weighted mean reward of the group.
 
     Hao et al. 2025, arXiv:2505.23585, section 3.2: the squared gradient norm of a response is assumed to be
-    proportional to its length.
-
-    Args:
-        config: Has no parameters.
-        inputs: The step's rows.
-
-    Returns:
-        [N] float64. A group without any response token, which trains nothing, has the plain mean as its baseline.
+    proportional to its length. A group without any response token, which trains nothing, has the plain mean as its
+    baseline.
     """
     lengths = np.bincount(inputs.group, weights=inputs.response_lengths)
     weights = np.where(lengths[inputs.group] > 0, inputs.response_lengths, 1)
@@ -73,14 +52,8 @@ def reinforce_plus_plus_baseline_advantages(config: ReinforcePlusPlusAdvantage, 
 
     Hu et al. 2025, arXiv:2501.03262v9, "REINFORCE++ w/ Baseline". The mean and the standard deviation are over the
     step's trained tokens: a row's value is weighted by its number of loss tokens. Rows of zero-variance groups are
-    included, with value 0.
-
-    Args:
-        config: `epsilon` is added to the standard deviation (ddof = 1, in tokens).
-        inputs: The step's rows.
-
-    Returns:
-        [N] float64; all 0 if no token is trained or all trained tokens have the same value.
+    included, with value 0. If no token is trained, or all trained tokens have the same value, all are 0. The standard
+    deviation has ddof = 1, in tokens.
     """
     centered, weights = inputs.centered, inputs.loss_tokens
     num_tokens = weights.sum()
@@ -98,13 +71,6 @@ def rloo_advantages(config: RlooAdvantage, inputs: AdvantageInputs) -> Floats:
     """Compute reward - mean reward of the group's other rows (Ahmadian et al. 2024, arXiv:2402.14740, equation 8).
 
     It equals n / (n - 1) times (reward - group mean), with n rows in the group.
-
-    Args:
-        config: Has no parameters.
-        inputs: The step's rows.
-
-    Returns:
-        [N] float64.
     """
     sizes = inputs.group_sizes
     advantages: Floats = inputs.centered * (sizes / np.maximum(sizes - 1, 1))[inputs.group]
@@ -112,15 +78,7 @@ def rloo_advantages(config: RlooAdvantage, inputs: AdvantageInputs) -> Floats:
 
 
 def max_rl_advantages(config: MaxRlAdvantage, inputs: AdvantageInputs) -> Floats:
-    """Compute (reward - group mean) / group mean (Tajwar et al. 2026, arXiv:2602.02710).
-
-    Args:
-        config: Has no parameters.
-        inputs: The step's rows.
-
-    Returns:
-        [N] float64; 0 in groups whose mean reward is not positive.
-    """
+    """Compute (reward - group mean) / group mean, 0 if that is not positive (Tajwar et al. 2026, arXiv:2602.02710)."""
     means = (np.bincount(inputs.group, weights=inputs.rewards) / inputs.group_sizes)[inputs.group]
     positive = means > 0
     advantages: Floats = np.where(positive, inputs.centered / np.where(positive, means, 1.0), 0.0)
@@ -131,13 +89,7 @@ def gdpo_advantages(config: GdpoAdvantage, inputs: AdvantageInputs) -> Floats:
     """Compute GRPO's advantage of each part, sum them by weight, and normalize the sums over the step's rows.
 
     Liu et al. 2026, arXiv:2601.05242, equations 4 to 7; the standard deviations have ddof = 1.
-
-    Args:
-        config: `epsilon` is added to the standard deviations.
-        inputs: The step's rows; without parts, the rewards are the only one.
-
-    Returns:
-        [N] float64.
+    Without parts, the rewards are the only one.
     """
     grpo, sums = GrpoAdvantage(epsilon=config.epsilon), np.zeros(len(inputs.rewards))
     for weight, values in inputs.parts or [(1.0, inputs.rewards)]:

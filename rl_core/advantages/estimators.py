@@ -57,7 +57,7 @@ def compute_advantages(
     loss_tokens: Ints,
     parts: Parts = (),
 ) -> NDArray[np.float32]:
-    """Compute the advantage of each of N rows with the estimator of the config's `kind`.
+    """Compute the advantage of each of N rows with the estimator of the config's `kind`: [N] float32.
 
     A zero-variance group (equal rewards, or one row) doesn't say which response is better: whatever the estimator
     returns, its advantages are exactly 0.
@@ -70,9 +70,6 @@ def compute_advantages(
         loss_tokens: [N] trained response tokens.
         parts: The weight and the values, [N] finite, of each part of the rewards, for an estimator that looks at
             them one by one; a zero-variance group is then one in which each part is equal.
-
-    Returns:
-        [N] float32.
 
     Raises:
         ValueError: The arrays differ in length, a reward isn't finite, or counts are impossible.

@@ -76,7 +76,7 @@ def shape_rows(
 
 
 def overlong_penalties(response_lengths: Ints, config: OverlongConfig, *, max_response_tokens: int) -> Floats:
-    """Compute DAPO's soft overlong punishment as a positive number to subtract from each reward.
+    """Compute DAPO's soft overlong punishment to subtract from each reward: [N] float64, from 0 to `penalty`.
 
     It is 0 up to `buffer_tokens` below the limit, then grows linearly to `penalty` at the limit (Yu et al. 2025,
     arXiv:2503.14476, equation 13).
@@ -85,9 +85,6 @@ def overlong_penalties(response_lengths: Ints, config: OverlongConfig, *, max_re
         response_lengths: [N] tokens.
         config: `buffer_tokens`, not 0, and `penalty`.
         max_response_tokens: The token limit.
-
-    Returns:
-        [N] float64, from 0 to `penalty`.
 
     Raises:
         ValueError: The buffer is longer than the token limit.

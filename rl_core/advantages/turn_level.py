@@ -25,11 +25,7 @@ class Turns:
 
 
 def turn_level_advantages(config: TurnLevelAdvantage, inputs: AdvantageInputs) -> Floats:
-    """Compute the advantages of first turns, which are GRPO's of the trajectories.
-
-    Returns:
-        [N] float64.
-    """
+    """Compute the advantages of first turns, which are GRPO's of the trajectories, [N] float64."""
     return grpo_advantages(GrpoAdvantage(epsilon=config.epsilon), inputs)
 
 
@@ -44,13 +40,7 @@ def advantages_of_turns(config: TurnLevelAdvantage, inputs: AdvantageInputs, tur
     have the divisor of the first one: a divisor of their own would weigh late turns by how few rows have them, which
     the policy decides. A turn that a single row has gets 0, and so do all turns of a zero-variance group.
 
-    Args:
-        config: `epsilon`.
-        inputs: The step's rows.
-        turns: Their turns.
-
-    Returns:
-        [M] float32; of rows of one turn, GRPO's.
+    They are [M] float32; of rows of one turn, GRPO's.
     """
     row = np.repeat(np.arange(len(turns.counts)), turns.counts)
     ends = np.cumsum(turns.counts)

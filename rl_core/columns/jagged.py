@@ -29,15 +29,12 @@ TURN_COLUMNS = ("turn_advantages", "turn_tokens", "turn_bridge_tokens")
 
 
 def jagged(values: Array | Sequence[Array], lengths: Array | None = None) -> pa.LargeListArray:
-    """Build a jagged column.
+    """Build a jagged column of N rows with the dtype of `values`.
 
     Args:
         values: With `lengths`, all values, flat, shape [V] or [V, C]; without, one 1-D array per row, all of one dtype.
             Flat values are not copied (except bool, into bits), so don't write to them afterwards.
         lengths: The number of values in each row, non-negative integers, shape [N].
-
-    Returns:
-        A column of N rows with the dtype of `values`.
 
     Raises:
         ValueError: Shapes, dtypes or lengths are inconsistent.
@@ -180,33 +177,24 @@ def _values(column: pa.Array) -> pa.Array:
 
 
 def advantages_of_turns(advantages: pa.Array, sampled: pa.Array, between: pa.Array) -> Array:
-    """Return the advantage of each response token of all rows, which is that of its turn, up to the next one.
+    """Return each response token's advantage, [T] float32 of all rows: that of its turn, up to the next one.
 
     Args:
         advantages: `TURN_COLUMNS[0]`.
         sampled: `TURN_COLUMNS[1]`, the tokens of each turn.
         between: `TURN_COLUMNS[2]`, the tokens that follow them.
-
-    Returns:
-        [T] float32.
     """
     return np.repeat(flat_values(advantages), flat_values(sampled) + flat_values(between))
 
 
 class Branches(NamedTuple):
-    """Where turns of some rows leave the order of their row's tokens, and go on from an earlier one.
+    """Where turns of some rows leave the order of their row's tokens, and go on from an earlier one."""
 
-    Attributes:
-        row: int64 [B], the row of each, ascending.
-        turn: int64 [B], the number of the turn in its row, from 0 on.
-        start: int64 [B], where in the response its tokens begin, those between it and the turn before it first.
-        parent: int64 [B], the token that it goes on from: 0 is the first one of the response, -1 the last one of the
-            prompt; -(P + 1) with a prompt of P tokens: it begins from nothing.
-    """
-
-    row: Array
-    turn: Array
-    start: Array
+    row: Array  # int64 [B], the row of each, ascending
+    turn: Array  # int64 [B], the number of the turn in its row, from 0 on
+    start: Array  # int64 [B], where in the response its tokens begin, those between it and the turn before it first
+    # int64 [B], the token that it goes on from: 0 is the first one of the response, -1 the last one of the
+    # prompt; -(P + 1) with a prompt of P tokens: it begins from nothing.
     parent: Array
 
 
@@ -238,16 +226,12 @@ def branches_of(sampled: pa.Array, between: pa.Array, parents: pa.Array) -> Bran
 
 
 def pairs_apart(prompts: Array, responses: Array, branches: Branches) -> list[int]:
-    """Count the pairs of each row's tokens of which neither attends to the other, as they are on different branches.
+    """Count the pairs of each row's tokens on different branches (neither attends to the other), [N]; empty: none.
 
     Args:
         prompts: Integers [N], tokens.
         responses: Integers [N], tokens.
         branches: Those of the rows.
-
-    Returns:
-        [N]; empty if no row branches.
-
     Example:
         >>> at = (np.array([each]) for each in (0, 1, 2, 0))  # tokens 3 and 4 of the row follow its token 1
         >>> pairs_apart(np.array([1]), np.array([4]), Branches(*at))

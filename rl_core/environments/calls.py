@@ -130,11 +130,7 @@ def _call(value: Any) -> Call:
 
 
 def _decode(text: str) -> Any:
-    """Return the value of strict JSON, all of which can be written as JSON, and in UTF-8, again.
-
-    Raises:
-        ValueError: It is not; the message says why.
-    """
+    """Return the value of strict JSON, all of which can be written as JSON, and in UTF-8, again."""
     try:
         value = _DECODER.decode(text)
         json.dumps(value, ensure_ascii=False).encode()

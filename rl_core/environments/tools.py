@@ -156,11 +156,7 @@ class ToolEnvironment:
 
 
 def _as_text(value: object) -> str:
-    """Return the text of a part of a result that JSON lacks, such as a date.
-
-    Raises:
-        TypeError: It is the value's address, which says nothing and is another one whenever the row is played again.
-    """
+    """Return the text of a part of a result that JSON lacks, such as a date; refuse one that is an address."""
     if re.search(r" at 0x[0-9a-f]+>", text := str(value)):
         raise TypeError(f"the result has a {type(value).__name__}, expected text or what JSON has")
     return text

@@ -56,7 +56,7 @@ def distill(
 
 
 def divergence(kind: str, policy: Tensor, teacher: Tensor) -> Tensor:
-    """Compute a divergence of distributions over K tokens and the rest, all other tokens as one.
+    """Compute a divergence of distributions over K tokens and all others as one: [T], with gradient.
 
     Merging tokens makes a divergence smaller, never larger, so that it is a lower bound of that over all tokens.
 
@@ -65,9 +65,6 @@ def divergence(kind: str, policy: Tensor, teacher: Tensor) -> Tensor:
             divergence, the mean of the KLs of both from their mean (GKD, Agarwal et al. 2023, arXiv:2306.13649).
         policy: [T, K] log-probs, with gradient.
         teacher: [T, K] log-probs of the same tokens.
-
-    Returns:
-        [T], with gradient.
     """
     policy, teacher = _with_rest(policy), _with_rest(teacher)
     if kind == "reverse_kl":

@@ -28,7 +28,7 @@ _ESTIMATORS: dict[KlEstimator, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _
 
 
 def kl_estimate(estimator: KlEstimator, x: Tensor) -> Tensor:
-    """Compute k1 = -x, k2 = x^2 / 2 or k3 = e^x - x - 1 per token.
+    """Compute k1 = -x, k2 = x^2 / 2 or k3 = e^x - x - 1 per token, in nats.
 
     Over tokens sampled from the policy, the mean of k1 and k3 is KL(policy, reference), and that of k2 nearly so; k2
     and k3 are never negative. As a loss term only the gradient matters. With respect to the policy's log-prob it is 1
@@ -38,9 +38,6 @@ def kl_estimate(estimator: KlEstimator, x: Tensor) -> Tensor:
     Args:
         estimator: The estimator.
         x: Reference minus policy log-prob, nats; any shape. k3 clamps it to at most 20; NaN stays NaN.
-
-    Returns:
-        Nats, in the shape of `x`.
     """
     return _ESTIMATORS[estimator](x)
 
@@ -52,7 +49,7 @@ def row_kl(
     loss_mask: NDArray[np.bool_],
     response_lengths: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """Sum the KL estimates over each row's trained tokens, for the KL in the reward.
+    """Sum the KL estimates over each row's trained tokens, for the KL in the reward: [N] nats, 0 without tokens.
 
     Args:
         estimator: The estimator.
@@ -60,9 +57,6 @@ def row_kl(
         reference_logprobs: [T] nats.
         loss_mask: [T] the trained tokens.
         response_lengths: [N] tokens, with sum T.
-
-    Returns:
-        [N] nats; 0 for a row without a trained token.
     """
     row = np.repeat(np.arange(len(response_lengths)), response_lengths)[loss_mask]
     x = reference_logprobs[loss_mask].astype(np.float64) - policy_logprobs[loss_mask]

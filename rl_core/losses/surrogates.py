@@ -21,14 +21,7 @@ def clipped_loss(config: ClippedLoss, trained: LossInputs) -> Surrogate:
     """Compute max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) per token, with r = exp(policy - behavior).
 
     With `dual_clip` c, the loss of a negative A is at most -A c (Ye et al. 2020, arXiv:1912.09729, equation 5);
-    otherwise its gradient would grow with r without bound.
-
-    Args:
-        config: Clip range and dual clip.
-        trained: The trained tokens.
-
-    Returns:
-        The surrogate; with dual clip, `clipped` has a third entry, `dual`.
+    otherwise its gradient would grow with r without bound. With it, `clipped` has a third entry, `dual`.
     """
     advantages = trained.advantages
     surrogate = clipped_surrogate(log_ratio(trained).exp(), advantages, config.clip_low, config.clip_high)
@@ -43,14 +36,8 @@ def clipped_loss(config: ClippedLoss, trained: LossInputs) -> Surrogate:
 def cispo_loss(config: CispoLoss, trained: LossInputs) -> Surrogate:
     """Compute -A w logp per token, where w = clip(r, 1 - clip_low, 1 + clip_high) has no gradient.
 
-    MiniMax 2025, arXiv:2506.13585, equation 4, with r = exp(policy - behavior).
-
-    Args:
-        config: Clip range of the weights.
-        trained: The trained tokens.
-
-    Returns:
-        The surrogate; `clipped` marks the tokens with clipped weights, for either sign of A.
+    MiniMax 2025, arXiv:2506.13585, equation 4, with r = exp(policy - behavior). `clipped` marks the tokens with
+    clipped weights, for either sign of A.
     """
     ratio = log_ratio(trained).exp().detach()
     low, high = 1 - config.clip_low, 1 + config.clip_high
@@ -63,14 +50,8 @@ def gspo_loss(config: GspoLoss, trained: LossInputs) -> Surrogate:
 
     s is the exp of the mean of policy - behavior over the sequence's trained tokens (Zheng et al. 2025,
     arXiv:2507.18071, equations 5 and 7). Each token's ratio has the value s and the gradient of its own log-prob
-    (GSPO-token, equation 14), so that the mean over a sequence's tokens has the gradient of GSPO.
-
-    Args:
-        config: Clip range of s.
-        trained: The trained tokens; a sequence is never split between micro-batches.
-
-    Returns:
-        The surrogate; its `ratio` is s.
+    (GSPO-token, equation 14), so that the mean over a sequence's tokens has the gradient of GSPO. A sequence is
+    never split between micro-batches.
     """
     ratio = _geometric_mean(trained, trained.policy_logprobs - trained.behavior_logprobs)
     return clipped_surrogate(ratio, trained.advantages, config.clip_low, config.clip_high)
@@ -81,14 +62,8 @@ def gmpo_loss(config: GmpoLoss, trained: LossInputs) -> Surrogate:
 
     Zhao et al. 2025, arXiv:2507.20673, equation 4: log r of a token is at most `clip_high` if A > 0, and at least
     -`clip_low` if A < 0. A clipped token counts in s, without a gradient. As in GSPO-token, each token has the value s
-    and the gradient of its own log-prob, so that the mean over a sequence's tokens has the gradient of GMPO.
-
-    Args:
-        config: Clip range of log r, in nats.
-        trained: The trained tokens; a sequence is never split between micro-batches.
-
-    Returns:
-        The surrogate; its `ratio` is s.
+    and the gradient of its own log-prob, so that the mean over a sequence's tokens has the gradient of GMPO. The
+    clip range is of log r, in nats.
     """
     advantages, difference = trained.advantages, log_ratio(trained)
     bounded = torch.where(
@@ -108,14 +83,7 @@ def dppo_loss(config: DppoLoss, trained: LossInputs) -> Surrogate:
     Qi et al. 2026, arXiv:2602.04879, section 4, with the binary divergences of the policy's probability p from the
     sampler's q: |p - q|, or q log(q / p) + (1 - q) log((1 - q) / (1 - p)). The trust region is around the sampler, as
     in the paper, so that it also holds in the only update of a step. r is policy over behavior probability, as in the
-    other losses; what is left of p / q is the correction's weight.
-
-    Args:
-        config: The divergence and its bounds.
-        trained: The trained tokens, with sampler log-probs.
-
-    Returns:
-        The surrogate; `clipped` marks the masked tokens.
+    other losses; what is left of p / q is the correction's weight. `clipped` marks the masked tokens.
 
     Raises:
         ValueError: The inputs lack sampler log-probs.
@@ -139,13 +107,6 @@ def sapo_loss(config: SapoLoss, trained: LossInputs) -> Surrogate:
 
     Gao et al. 2025, arXiv:2511.20347: tau is `tau_positive` for positive A, else `tau_negative`. At r = 1 the gradient
     is that of -A r, and it fades as r departs from 1.
-
-    Args:
-        config: The temperatures.
-        trained: The trained tokens.
-
-    Returns:
-        The surrogate; no token is clipped.
     """
     advantages, ratio = trained.advantages, log_ratio(trained).exp()
     negative = torch.full_like(ratio, config.tau_negative)

@@ -115,15 +115,12 @@ class RunLengths:
 def from_padded(
     values: torch.Tensor | Array, mask: torch.Tensor | Array, *, dtype: npt.DTypeLike | None = None
 ) -> pa.LargeListArray:
-    """Convert a padded field to a jagged column of the values whose mask is true.
+    """Convert a padded field to a jagged column, B rows of the values whose mask is true, in order.
 
     Args:
         values: [B, S], of one of `VALUE_DTYPES`, or with `dtype` of any dtype.
         mask: The existing values, [B, S] bool or 0/1 integers; holes are allowed.
         dtype: One of `VALUE_DTYPES`, which must hold every existing value exactly; required for int64 ids.
-
-    Returns:
-        A column of B rows, with each row's values in order.
 
     Raises:
         ColumnError: Shapes disagree, the dtype is not one of `VALUE_DTYPES`, or a value does not fit it.
@@ -137,35 +134,13 @@ def from_padded(
     return jagged(cast_exactly(padded[exists], target), exists.sum(axis=1, dtype=np.int64))
 
 
-def to_padded(column: pa.LargeListArray, *, width: int, pad: float, side: Side = "right") -> torch.Tensor:
-    """Pad a jagged column of B rows to the given width, even if its longest row is shorter.
-
-    Args:
-        column: A jagged column.
-        width: S.
-        pad: The value of the padding.
-        side: The side of the padding.
-
-    Returns:
-        [B, S] on the CPU, in the dtype of `as_tensor(column)`: uint16 ids become int32.
-
-    Raises:
-        ColumnError: A row is longer than the width, or the column is not jagged.
-        ValueError: The width is negative, the side is neither "left" nor "right", or the dtype can't hold `pad`.
-    """
-    return to_padded_at(column, RunLengths.from_lengths(row_lengths(column), width, side), pad)
-
-
 def to_padded_at(column: pa.LargeListArray, runs: RunLengths, pad: float) -> torch.Tensor:
-    """Pad a jagged column of B rows by a mask, which may have holes.
+    """Pad a jagged column of B rows by a mask, which may have holes: [B, S] on the CPU, as `as_tensor(column)`.
 
     Args:
         column: A jagged column of B rows.
         runs: The mask, [B, S].
         pad: The value where the mask is false.
-
-    Returns:
-        [B, S] on the CPU, in the dtype of `as_tensor(column)`.
 
     Raises:
         ColumnError: The row lengths are not those of the mask, or the column is not jagged.

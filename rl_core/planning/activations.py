@@ -26,19 +26,12 @@ from schemas.errors import ModelError, ScoringError
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a forward of T tokens saves for its backward, beyond the weights themselves.
+    """Bytes that a forward of T tokens saves for its backward, beyond the weights themselves."""
 
-    Attributes:
-        layers: Of each decoder layer.
-        layer_input: The hidden states between two layers; with gradient checkpointing, all that a layer saves.
-        other: Outside the layers: embeddings, final norm, rotary positions.
-        widest: The largest tensor that a layer saves.
-    """
-
-    layers: tuple[int, ...]
-    layer_input: int
-    other: int
-    widest: int
+    layers: tuple[int, ...]  # of each decoder layer
+    layer_input: int  # the hidden states between two layers; with gradient checkpointing, all that a layer saves
+    other: int  # outside the layers: embeddings, final norm, rotary positions
+    widest: int  # the largest tensor that a layer saves
 
 
 def trace_activations(model: PreTrainedModel, num_tokens: int, *, longest: int, kind: Kind = "packed") -> Activations:
@@ -50,9 +43,6 @@ def trace_activations(model: PreTrainedModel, num_tokens: int, *, longest: int, 
         num_tokens: T, padding included.
         longest: Tokens of the longest sequence; packed rows consist of sequences of this length.
         kind: Whether the row is packed, or a padded batch, for which a model may have an attention of its own.
-
-    Returns:
-        The bytes.
 
     Raises:
         ModelError: The model can't run without values, e.g. because it routes tokens by them, or can't be packed.

@@ -28,15 +28,12 @@ MIN_GAIN = 1e-3  # fraction of the gap between two ranks that an exchange must c
 def row_costs(
     lengths: NDArray[np.int64], apart: NDArray[np.float64] | None = None, *, quadratic: float = QUADRATIC_COST
 ) -> Costs:
-    """Compute each row's cost in units of one token's linear work: len + quadratic * (len^2 - 2 * apart).
+    """Compute each row's cost, float64 [n], in units of a token's linear work: len + quadratic * (len^2 - 2 * apart).
 
     Args:
         lengths: [n] prompt + response tokens; responses alone would miss most of the work.
         apart: [n] pairs of these of which neither attends to the other, as they are on different branches; None: none.
         quadratic: The cost of attention for a pair of tokens, in the same unit.
-
-    Returns:
-        [n] float64.
     """
     tokens = lengths.astype(np.float64)
     pairs = tokens**2 if apart is None else tokens**2 - 2 * apart
@@ -88,11 +85,8 @@ def _refine(costs: Costs, ranks: list[Rows]) -> list[Rows]:
     """Exchange rows between the costliest rank and a cheaper one while that narrows the gap between the two.
 
     After an exchange both costs lie within the previous two, so that max - min and the largest cost never grow. It
-    ends when the ranks are balanced, or no exchange helps the costliest one.
-
-    Args:
-        costs: [n] cost of each row.
-        ranks: R arrays of rows, each by ascending cost.
+    ends when the ranks are balanced, or no exchange helps the costliest one. `costs` are [n]; a rank's rows are sorted
+    by ascending cost.
     """
     ranks, totals = list(ranks), rank_costs(costs, ranks)
     for _ in range(MAX_EXCHANGES * len(ranks)):
@@ -113,14 +107,8 @@ def _refine(costs: Costs, ranks: list[Rows]) -> list[Rows]:
 def _exchange(costs: Costs, heavy: Rows, light: Rows, gap: float) -> tuple[Rows, Rows] | None:
     """Move a row from `heavy` to `light`, in exchange for one row or none, to shrink the gap between them the most.
 
-    Args:
-        costs: [n] cost of each row.
-        heavy: [m] rows by ascending cost.
-        light: The rows of a rank whose cost is lower by `gap`, by ascending cost.
-        gap: At least 0.
-
-    Returns:
-        Both ranks after the exchange, by ascending cost; None if no exchange shrinks the gap.
+    The rows of both, [m] of [n], are sorted by ascending `costs`; light's cost is lower by `gap`. Returns both ranks
+    after the exchange, sorted so; None if no exchange shrinks the gap.
     """
     given, taken = costs[heavy], np.concatenate([[0.0], costs[light]])  # taken[0]: no row in return
     if not len(heavy):

@@ -34,7 +34,7 @@ def sort_by(keys: Ints, rows: Ints) -> Ints:
 
 
 def fill_emptiest(sizes: Numbers, num_bins: int) -> Ints:
-    """Put each item, in order, into the bin with the smallest total so far.
+    """Put each item, in order, into the bin with the smallest total so far; return the bins, [n].
 
     Among bins of equal totals it is the one with the fewest items, so that items of size 0 leave no bin empty; then
     the first one.
@@ -42,9 +42,6 @@ def fill_emptiest(sizes: Numbers, num_bins: int) -> Ints:
     Args:
         sizes: [n] at least 0.
         num_bins: B.
-
-    Returns:
-        The bin of each item, [n].
     """
     if num_bins >= MIN_BINS:
         return _fill_emptiest_by_blocks(sizes, num_bins)
@@ -58,15 +55,12 @@ def fill_emptiest(sizes: Numbers, num_bins: int) -> Ints:
 
 
 def fill_emptiest_each(sizes: Ints, num_items: Ints, num_bins: int) -> Ints:
-    """Solve P problems as `fill_emptiest` does.
+    """Solve P problems as `fill_emptiest` does; return the bin of each item, [n], from 0 in every problem.
 
     Args:
         sizes: [n] the items' sizes, problem by problem; at least 0.
         num_items: [P] how many of the items each problem has.
         num_bins: B, of every problem.
-
-    Returns:
-        The bin of each item, [n], from 0 in every problem.
     """
     if not _are_many(num_items):
         return _one_by_one(sizes, num_items, lambda items: fill_emptiest(items, num_bins))

@@ -14,21 +14,13 @@ _CLUSTER = re.compile(r"(?:(\d+)x)?(\d+)x([\w-]+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class GpuKind:
-    """A GPU's published figures, and its share of the host memory of the system it usually is in.
+    """A GPU's published figures, and its share of the host memory of the system it usually is in."""
 
-    Attributes:
-        memory_bytes: Its memory; a little less is usable.
-        peak_flops: Dense bfloat16 multiplications and additions per second.
-        float32_flops: The same in float32, without TF32, as torch computes by default.
-        host_bytes: Its share of the node's host memory.
-        source: Where the figures are from.
-    """
-
-    memory_bytes: int
-    peak_flops: float
-    float32_flops: float
-    host_bytes: int
-    source: str
+    memory_bytes: int  # its memory; a little less is usable
+    peak_flops: float  # dense bfloat16 multiplications and additions per second
+    float32_flops: float  # the same in float32, without TF32, as torch computes by default
+    host_bytes: int  # its share of the node's host memory
+    source: str  # where the figures are from
 
 
 GB = 10**9

@@ -61,37 +61,21 @@ class PhaseBytes(Frozen):
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of float32 weights, of which the fullest of R ranks holds a shard of each along its first dimension.
+    """Bytes of float32 weights, of which the fullest of R ranks holds a shard of each along its first dimension."""
 
-    Attributes:
-        whole: All weights, not sharded.
-        held: The rank's shards.
-        trained: The part of `held` that trains.
-        trained_whole: All weights that train, not sharded.
-        root: All weights outside the decoder layers, gathered: of each, R shards of the fullest rank's size.
-        layer: The largest decoder layer, gathered.
-        head: The LM head's weight [V, H], not sharded.
-        is_head_trained: Whether it has a gradient.
-        largest: The largest weight, not sharded.
-        optimizer: The rank's moments: AdamW's two, Muon's one.
-        orthogonalized: The largest matrix that Muon has whole on a rank; 0 without Muon.
-        num_ranks: R.
-        bfloat16: Whether forward and backward compute in bfloat16, with copies of the weights in it.
-    """
-
-    whole: int
-    held: int
-    trained: int
-    trained_whole: int
-    root: int
-    layer: int
-    head: int
-    is_head_trained: bool
-    largest: int
-    optimizer: int
-    orthogonalized: int
-    num_ranks: int
-    bfloat16: bool
+    whole: int  # all weights, not sharded
+    held: int  # the rank's shards
+    trained: int  # the part of `held` that trains
+    trained_whole: int  # all weights that train, not sharded
+    root: int  # all weights outside the decoder layers, gathered: of each, R shards of the fullest rank's size
+    layer: int  # the largest decoder layer, gathered
+    head: int  # the LM head's weight [V, H], not sharded
+    is_head_trained: bool  # whether it has a gradient
+    largest: int  # the largest weight, not sharded
+    optimizer: int  # the rank's moments: AdamW's two, Muon's one
+    orthogonalized: int  # the largest matrix that Muon has whole on a rank; 0 without Muon
+    num_ranks: int  # R
+    bfloat16: bool  # whether forward and backward compute in bfloat16, with copies of the weights in it
 
     @classmethod
     def of(cls, model: PreTrainedModel, num_ranks: int, *, bfloat16: bool = False, muon: bool = False) -> "WeightBytes":
@@ -155,25 +139,15 @@ class WeightBytes:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """The scoring head of a micro-batch.
+    """The scoring head of a micro-batch."""
 
-    Attributes:
-        chunk_tokens: C, at most the tokens of the micro-batch.
-        vocab_size: V.
-        has_entropy: Whether entropies are computed: always in an update, never in a scoring pass.
-        has_entropy_grad: Whether they are trained on.
-        bfloat16: Whether operands are bfloat16; a CPU widens them again.
-        on_cpu: Whether it runs on a CPU.
-        has_mask: Whether it scores over the tokens that could be sampled.
-    """
-
-    chunk_tokens: int
-    vocab_size: int
-    has_entropy: bool
-    has_entropy_grad: bool = False
-    bfloat16: bool = False
-    on_cpu: bool = False
-    has_mask: bool = False
+    chunk_tokens: int  # C, at most the tokens of the micro-batch
+    vocab_size: int  # V
+    has_entropy: bool  # whether entropies are computed: always in an update, never in a scoring pass
+    has_entropy_grad: bool = False  # whether they are trained on
+    bfloat16: bool = False  # whether operands are bfloat16; a CPU widens them again
+    on_cpu: bool = False  # whether it runs on a CPU
+    has_mask: bool = False  # whether it scores over the tokens that could be sampled
 
     @property
     def logits(self) -> int:

@@ -92,16 +92,10 @@ def pack_ranks(ranks: Sequence[Rows], lengths: Lengths, token_budget: int) -> tu
 
 
 def _fill_evenly(sizes: Lengths, num_rows: Counts, token_budget: int, num_bins: int) -> tuple[Rows, NDArray[np.bool_]]:
-    """Put each row into the emptiest bin of its rank, longest first.
+    """Put each row of `sizes` [n] into the emptiest of its rank's `num_bins`, longest first.
 
-    Args:
-        sizes: [n] tokens of each row, rank by rank, descending in each.
-        num_rows: [R] number of these rows of each rank.
-        token_budget: The maximum number of tokens in a bin.
-        num_bins: B, of each rank.
-
-    Returns:
-        The bin of each row, [n], from 0 in every rank; and whether no bin of the rank exceeds the budget, [R].
+    The rows are given rank by rank, `num_rows` [R] of each, by descending size. Returns the bin of each row, [n], from
+    0 in every rank; and whether no bin of the rank exceeds the budget, [R].
     """
     bins = fill_emptiest_each(sizes, num_rows, num_bins)
     place = np.repeat(np.arange(len(num_rows)) * num_bins, num_rows) + bins
@@ -110,11 +104,7 @@ def _fill_evenly(sizes: Lengths, num_rows: Counts, token_budget: int, num_bins: 
 
 
 def _longest_first(ranks: Sequence[Rows], lengths: Lengths) -> tuple[Rows, Counts]:
-    """Sort each rank's rows by descending length, rows of equal length in order.
-
-    Returns:
-        The rows of all ranks, [n], and each rank's number of rows, [R].
-    """
+    """Sort each rank's rows by descending length, in order if equal; return all rows [n], and the ranks' numbers."""
     rows, num_rows = np.concatenate(ranks), np.array([len(rows) for rows in ranks])
     longest = int(lengths[rows].max(initial=0))
     rank = np.repeat(np.arange(len(ranks)), num_rows)

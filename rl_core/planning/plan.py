@@ -110,7 +110,7 @@ def plan_forward(
     prefixes: PrefixesLike = None,
     pairs_apart: PairsLike = (),
 ) -> ForwardPlan:
-    """Plan one forward pass over all rows, such as for log-probs: without a shuffle or denominators.
+    """Plan one forward pass over all rows, without a shuffle or denominators; dummies are last, as in `plan_step`.
 
     Args:
         prompt_lengths: [N] tokens.
@@ -119,9 +119,6 @@ def plan_forward(
         token_budget: The maximum number of prompt + response tokens in a micro-batch.
         prefixes: See `plan_step`.
         pairs_apart: See `plan_step`.
-
-    Returns:
-        The plan; all ranks have the same number of micro-batches, empty ones (dummies) last.
 
     Raises:
         PlanError: No row has a response token, a row is longer than the budget, the arrays differ in length or
@@ -206,17 +203,10 @@ def _plan_ranks(rows: Rows, sizes: RowSizes, num_ranks: int, token_budget: int) 
 
 
 def _sort_bins(rows: Rows, num_rows: Counts, sizes: RowSizes) -> RankPlan:
-    """Sort each rank's bins by cost, not by length: ranks wait for each other's i-th one, attention included.
+    """Return the plan of bins sorted by cost, not by length: ranks wait for each other's i-th one, attention included.
 
-    Bins of equal cost are sorted by their first row, empty ones are last.
-
-    Args:
-        rows: [n] rows, rank by rank and bin by bin, ascending in each bin.
-        num_rows: [R, B] number of rows of each bin.
-        sizes: Of all rows of the batch.
-
-    Returns:
-        The plan of these bins.
+    Bins of equal cost are sorted by their first row, empty ones are last. `rows` [n] are given rank by rank and bin by
+    bin, `num_rows` [R, B] of each bin, ascending in it; `sizes` are those of all rows of the batch.
     """
     num_ranks, num_bins = num_rows.shape
     counts = num_rows.ravel()

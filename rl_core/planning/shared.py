@@ -55,14 +55,11 @@ class RowSizes:
         return cls(prompts, responses, groups, lengths, row_costs(lengths, apart), apart is not None)
 
     def in_bins(self, rows: Rows, bins: Rows) -> tuple[Lengths, Costs]:
-        """Return what each row adds to its bin, in which a prompt counts for the first row that has it.
+        """Return the tokens and cost, [n] each, that rows add to bins, in which a prompt counts for its first row.
 
         Args:
             rows: [n] rows, ascending in each bin.
             bins: [n] the bin of each.
-
-        Returns:
-            Tokens and cost, [n] each.
         """
         lengths, costs = self.lengths[rows], self.costs[rows]
         if self.groups is None:
@@ -116,7 +113,7 @@ class Items:
 
 
 def balance_items(sizes: RowSizes, rows: Rows, num_ranks: int, token_budget: int) -> tuple[Items, list[Rows]]:
-    """Make items of rows, and assign them to ranks at balanced cost.
+    """Make items of rows; assign them to ranks at balanced cost, as R ascending arrays of items (`balance`).
 
     A group is one item, or as few as the budget allows. If that leaves ranks unbalanced, groups are dealt to one rank
     after another, so that each has as much as the next and at most one group goes on from one to the next.
@@ -126,9 +123,6 @@ def balance_items(sizes: RowSizes, rows: Rows, num_ranks: int, token_budget: int
         rows: [n] the rows, ascending; none is longer than the budget.
         num_ranks: R.
         token_budget: The maximum number of tokens of an item.
-
-    Returns:
-        The items, and R ascending arrays of them, see `balance`.
     """
     if sizes.groups is None:
         lengths = sizes.lengths[rows]

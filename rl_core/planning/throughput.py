@@ -16,17 +16,11 @@ from rl_core.training.sharding import layer_modules
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What a token costs.
+    """What a token costs."""
 
-    Attributes:
-        decoder_weights: Weights of the decoder's matrices that a token passes.
-        head_weights: Weights of the LM head.
-        attention_width: Width of the queries, summed over the layers; every layer counts as full causal attention.
-    """
-
-    decoder_weights: int
-    head_weights: int
-    attention_width: int
+    decoder_weights: int  # weights of the decoder's matrices that a token passes
+    head_weights: int  # weights of the LM head
+    attention_width: int  # width of the queries, summed over the layers; every layer counts as full causal attention
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelWork":

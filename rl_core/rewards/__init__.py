@@ -20,13 +20,13 @@ from rl_core.rewards.base import (
 from rl_core.rewards.built_in import (
     load_format,
     load_length,
-    require_reasoning_gym,
+    require_package,
     score_environment,
     score_exact,
     score_full_marks,
     score_reasoning_gym,
 )
-from rl_core.rewards.math import require_math_verify, score_math
+from rl_core.rewards.math import load_math
 from rl_core.rewards.numeric import load_numeric
 from rl_core.rewards.outcome import RewardOutcome, as_stored, group_outcome
 from rl_core.user_code import import_user_module
@@ -107,22 +107,9 @@ def _import(path: str, signature: str) -> Any:
     return function
 
 
-def _load_exact(_: ExactReward) -> RewardFunction:
-    return score_exact
-
-
-def _load_environment(_: EnvironmentReward) -> RewardFunction:
-    return score_environment
-
-
 def _load_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
-    require_reasoning_gym()
+    require_package("reasoning-gym", "reasoning_gym", "reasoning-gym")
     return score_full_marks if config.full_marks_only else score_reasoning_gym
-
-
-def _load_math(_: MathReward) -> RewardFunction:
-    require_math_verify()
-    return score_math
 
 
 def _load_weighted(config: WeightedReward) -> RewardFunction:
@@ -135,11 +122,11 @@ LOADERS: Registry[[], AnyRewardFunction] = Registry(
     entry(FunctionReward, _load_function),
     entry(JudgeReward, _load_judge),
     entry(ModelReward, _load_model),
-    entry(ExactReward, _load_exact),
-    entry(EnvironmentReward, _load_environment),
+    entry(ExactReward, lambda _: score_exact),
+    entry(EnvironmentReward, lambda _: score_environment),
     entry(ReasoningGymReward, _load_reasoning_gym),
     entry(NumericReward, load_numeric),
-    entry(MathReward, _load_math),
+    entry(MathReward, load_math),
     entry(FormatReward, load_format),
     entry(LengthReward, load_length),
     entry(GroupFunctionReward, _load_group_function),

@@ -40,15 +40,10 @@ class RewardItem:
 
 
 class ManagedReward(ABC):
-    """A reward function that says how its calls may overlap, and has something to do before the first.
+    """A reward function that says how its calls may overlap, and has something to do before the first."""
 
-    Attributes:
-        is_concurrent: Whether calls may overlap.
-        max_calls: How many calls may overlap; None: any number.
-    """
-
-    is_concurrent: bool
-    max_calls: int | None
+    is_concurrent: bool  # whether calls may overlap
+    max_calls: int | None  # how many calls may overlap; None: any number
 
     @abstractmethod
     async def prepare(self) -> None:

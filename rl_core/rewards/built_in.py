@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from rl_core.rewards.base import RewardFunction
@@ -28,24 +29,17 @@ def load_format(config: FormatReward) -> RewardFunction:
 
     Each of `parts` is 1 if its pattern is found in the response, else 0. "." matches line breaks too.
     """
-    if config.pattern is not None:
-        return _whole(re.compile(config.pattern, re.DOTALL))
-    return _parts({name: re.compile(pattern, re.DOTALL) for name, pattern in config.parts.items()})
+    whole = re.compile(config.pattern or "", re.DOTALL)
+    patterns = {name: re.compile(pattern, re.DOTALL) for name, pattern in config.parts.items()}
 
-
-def _whole(pattern: re.Pattern[str]) -> RewardFunction:
     def score_whole(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:
-        return float(pattern.fullmatch(completion.strip()) is not None)
+        return float(whole.fullmatch(completion.strip()) is not None)
 
-    return score_whole
-
-
-def _parts(patterns: dict[str, re.Pattern[str]]) -> RewardFunction:
     def score_parts(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> dict[str, float]:
         found = {name: float(pattern.search(completion) is not None) for name, pattern in patterns.items()}
         return {**found, "reward": sum(found.values()) / len(found)}
 
-    return score_parts
+    return score_whole if config.pattern is not None else score_parts
 
 
 def load_length(config: LengthReward) -> RewardFunction:
@@ -58,18 +52,18 @@ def load_length(config: LengthReward) -> RewardFunction:
     return score_length
 
 
-def require_reasoning_gym() -> None:
-    """Import reasoning-gym.
+def require_package(package: str, kind: str, extra: str) -> None:
+    """Import the package that a kind of reward needs.
 
     Raises:
         RewardImportError: It isn't installed.
     """
     try:
-        import reasoning_gym  # noqa: F401
+        import_module(package.replace("-", "_"))
     except ImportError as error:
         raise RewardImportError(
-            f"reward.kind 'reasoning_gym' needs the package reasoning-gym ({error}); "
-            "install it with `pip install 'sluice-rl[reasoning-gym]'`"
+            f"reward.kind {kind!r} needs the package {package} ({error}); "
+            f"install it with `pip install 'sluice-rl[{extra}]'`"
         ) from error
 
 

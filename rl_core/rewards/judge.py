@@ -50,11 +50,7 @@ class _Answer:
 
 
 class Judge(ManagedReward):
-    """Asks a judge for scores; one that answered a question before is not asked again.
-
-    Args:
-        config: The judge, and how its score is read.
-    """
+    """Asks a judge for scores; one that answered a question before is not asked again."""
 
     is_concurrent = True
 
@@ -164,11 +160,7 @@ class Judge(ManagedReward):
         return _Answer(text, costs, None if finish_reason is None else str(finish_reason))
 
     def _check_complete(self, answer: _Answer) -> None:
-        """Check that the judge ended its answer: what is cut off may be anything, such as a score.
-
-        Raises:
-            ValueError: It was cut, or ended for another reason.
-        """
+        """Check that the judge ended its answer: what is cut off may be anything, such as a score."""
         reason = answer.finish_reason
         if reason in ("length", "model_length", "max_tokens"):
             limit = "its limit" if self._config.max_tokens is None else f"{self._config.max_tokens} tokens"
@@ -180,11 +172,7 @@ class Judge(ManagedReward):
             )
 
     def _score(self, text: str) -> float:
-        """Return the score in a judge's answer, divided by `scale`.
-
-        Raises:
-            ValueError: It has no score from 0 to `scale`.
-        """
+        """Return the score in a judge's answer, from 0 to `scale`, divided by `scale`."""
         found = list(self._pattern.finditer(text))
         if not found:
             raise ValueError(f"the judge's answer has no score, as reward.pattern finds it: {_end_of(text)}")
@@ -230,11 +218,7 @@ class Judge(ManagedReward):
 
 
 def _text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """Return the text of a message's content: that itself, or its parts of text, without the reasoning next to them.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Return the text of a message's content: that itself, or its parts of text, without the reasoning next to them."""
     if not content:
         return ""
     if isinstance(content, str):

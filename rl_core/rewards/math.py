@@ -5,28 +5,25 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from rl_core.rewards.base import RewardFunction
+from rl_core.rewards.built_in import require_package
 from rl_core.rewards.notation import plain_notation
-from schemas.errors import RewardImportError
+from schemas.config.reward import MathReward
 
 MAX_ZEROS = 30  # of a number that is written out
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?\d{1,4})(?![\w.]\w|\w)")
 _DOLLARS = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\$\$")  # around an expression; one alone is a currency
 
 
-def require_math_verify() -> None:
-    """Import math-verify.
+def load_math(_: MathReward) -> RewardFunction:
+    """Return `score_math`.
 
     Raises:
-        RewardImportError: It isn't installed.
+        RewardImportError: math-verify isn't installed.
     """
-    try:
-        import math_verify  # noqa: F401
-    except ImportError as error:
-        raise RewardImportError(
-            f"reward.kind 'math' needs the package math-verify ({error}); "
-            "install it with `pip install 'sluice-rl[math]'`"
-        ) from error
+    require_package("math-verify", "math", "math")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of each process that it has no time limit
+    return score_math
 
 
 def score_math(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:

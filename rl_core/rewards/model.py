@@ -96,11 +96,7 @@ class RewardModel:
         return [scores[index] for index in range(len(completions))]
 
     def _encode(self, prompt: str, completion: str) -> list[int]:
-        """Return the token ids of which the last one has the score.
-
-        Raises:
-            ValueError: There are more than `max_tokens`, or the chat template rejects the texts.
-        """
+        """Return the token ids of which the last one has the score."""
         messages = [{"role": role, "content": text} for role, text in zip(ROLES, (prompt, completion), strict=True)]
         token_ids = self._chat.encode(messages, with_prompt=False)
         padding = self.model.config.get_text_config().pad_token_id

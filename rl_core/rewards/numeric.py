@@ -30,19 +30,10 @@ _LISTED = re.compile(r"\s*[,;]\s*(?:and\s+)?|\s+and\s+")
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number; or numbers that belong together, such as a time, a date, a pair, or an unevaluated expression.
+    """A number; or numbers that belong together, such as a time, a date, a pair, or an unevaluated expression."""
 
-    Attributes:
-        numbers: Their values.
-        joints: What stands between them, one fewer.
-    """
-
-    numbers: tuple[float, ...]
-    joints: tuple[str, ...] = ()
-
-    @property
-    def is_list(self) -> bool:
-        return "," in self.joints
+    numbers: tuple[float, ...]  # their values
+    joints: tuple[str, ...] = ()  # what stands between them, one fewer
 
     def equals(self, other: "Quantity", relative: float | None, absolute: float) -> bool:
         """Return whether each number is within one of the tolerances of the other's, and all are joined alike."""
@@ -60,7 +51,7 @@ def load_numeric(config: NumericReward) -> RewardFunction:
 
     def score_numeric(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:
         expected = expected_quantity(answer)
-        found = last_quantity(completion, lists=expected.is_list)
+        found = last_quantity(completion, lists="," in expected.joints)
         tolerances = config.relative_tolerance, config.absolute_tolerance
         return float(found is not None and found.equals(expected, *tolerances))
 

@@ -16,11 +16,7 @@ _PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x10000
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, such as `<|end|>`.
-
-    Args:
-        tokenizer: The tokenizer.
-    """
+    """The control tokens of a tokenizer, such as `<|end|>`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -35,10 +31,6 @@ class ControlTokens:
 
     def encode(self, messages: Messages, render: Callable[[Messages], str]) -> list[int]:
         """Return the token ids of a chat, in which only the template's control tokens are such.
-
-        Args:
-            messages: The chat.
-            render: Applies the chat template.
 
         Raises:
             ValueError: That can't be done with these texts, or with this tokenizer.

@@ -20,11 +20,7 @@ Rounds = Sequence[Sequence[RolloutShard]]
 
 
 def shard_groups(config: RolloutConfig, groups: Sequence[int], first_shard: int = 0) -> dict[int, tuple[int, ...]]:
-    """Split groups into shards that are generated in one batch; the split doesn't depend on the worker assignment.
-
-    Returns:
-        The groups of each shard, by the shard's number within the step.
-    """
+    """Return the groups of each shard, one batch, by its number; the split doesn't depend on the workers."""
     size = config.prompts_per_batch
     return {first_shard + at // size: tuple(groups[at : at + size]) for at in range(0, len(groups), size)}
 

@@ -31,14 +31,11 @@ class HeldOutSample:
 
 
 def split_prompts(config: EvalConfig, num_held_out: int) -> dict[int, range]:
-    """Split the prompts to evaluate on into batches, in the same way for any number of rollout workers.
+    """Return the rows of each batch to evaluate, by its number, in the same way for any number of rollout workers.
 
     Args:
         config: The evaluation's settings.
         num_held_out: The number of held-out prompts, of which the first `num_prompts` are used.
-
-    Returns:
-        The rows of each batch, by the batch's number.
     """
     num_prompts, size = min(config.num_prompts, num_held_out), config.batch_prompts
     return {first // size: range(first, min(first + size, num_prompts)) for first in range(0, num_prompts, size)}

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from rl_core.scoring.explicit import explicit_attention, visible_keys
-from rl_core.scoring.positions import use_own_lengths
-from rl_core.scoring.recurrent import isolate_recurrent_layers, map_runs
+from rl_core.scoring.per_sequence import isolate_recurrent_layers, map_runs, use_own_lengths
 from schemas.errors import ScoringError
 
 # Arguments of transformers' mask functions (`sdpa_mask`) that change nothing about the mask of a packed row.
@@ -35,13 +34,9 @@ _FLASH_HEAD_SIZES = range(8, 257, 8)
 
 @dataclass(frozen=True)
 class PackedMask:
-    """A causal mask.
+    """A causal mask."""
 
-    Attributes:
-        sliding_window: A token sees itself and the window - 1 tokens before it; None: all tokens before it.
-    """
-
-    sliding_window: int | None
+    sliding_window: int | None  # a token sees itself and the window - 1 tokens before it; None: all tokens before it
 
     def __getitem__(self, _: Any) -> NoReturn:
         """Refuse what sparse attentions do: to take a mask as a tensor, and hide more keys in it."""
@@ -52,19 +47,12 @@ class PackedMask:
 
 @dataclass(frozen=True, eq=False)
 class SharedKeys:
-    """The keys of consecutive sequences of a row in which some share a prompt, put together at once.
+    """The keys of consecutive sequences of a row in which some share a prompt, put together at once."""
 
-    Attributes:
-        num_queries: The sequences' own tokens in the row, t.
-        cu_queries: [s + 1] int32 boundaries of these, from 0 to t.
-        index: [L] int64, the row's tokens that are keys, sequence by sequence: the prompt's, then the response's.
-        cu_keys: [s + 1] int32 boundaries of the sequences in `index`, from 0 to L.
-    """
-
-    num_queries: int
-    cu_queries: Tensor
-    index: Tensor
-    cu_keys: Tensor
+    num_queries: int  # the sequences' own tokens in the row, t
+    cu_queries: Tensor  # [s + 1] int32 boundaries of these, from 0 to t
+    index: Tensor  # [L] int64, the row's tokens that are keys, sequence by sequence: the prompt's, then the response's
+    cu_keys: Tensor  # [s + 1] int32 boundaries of the sequences in `index`, from 0 to L
 
     def to(self, device: torch.device | str) -> "SharedKeys":
         """Return the keys with the tensors on `device`."""
@@ -182,7 +170,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend causally within each sequence of one packed row.
+    """Attend causally within each sequence of one packed row: [1, T, H, D], and None for the attention weights.
 
     CUDA tensors that the flash kernel supports (half precision, head sizes up to 256 in multiples of 8) use torch's
     varlen attention; all others use SDPA, sequence by sequence. A softcap or sinks are computed explicitly.
@@ -203,9 +191,6 @@ def packed_attention(
         softcap: Scores become softcap * tanh(score / softcap); None: they stay.
         s_aux: [H] sinks, a further score of each head; None: none. (transformers' name)
         **kwargs: Further options of the model; any that could change the result is refused.
-
-    Returns:
-        [1, T, H, D], and None for the attention weights.
 
     Raises:
         ScoringError: No boundaries, more than one row, a mask, dropout, or an unsupported kind of attention.

@@ -103,7 +103,7 @@ def score_alone(model: PreTrainedModel, sequences: Sequences) -> list[Tensor]:
 
 
 def score_beginnings(model: PreTrainedModel, sequences: Sequences, alone: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute the log-probs of the first half of each response before and after its second half is changed.
+    """Compute log-probs of the first half of each response, all [T], before and after its second half is changed.
 
     A causal model has the same. Its attention is eager afterwards.
 
@@ -111,9 +111,6 @@ def score_beginnings(model: PreTrainedModel, sequences: Sequences, alone: Sequen
         model: The model.
         sequences: Prompts and responses.
         alone: Their log-probs, of `score_alone`.
-
-    Returns:
-        [T] each, where T counts the tokens of all first halves.
 
     Raises:
         ScoringError: The model's own code fails.

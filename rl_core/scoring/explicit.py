@@ -20,7 +20,7 @@ def explicit_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend causally, with scores in float32 that are computed for `QUERY_TOKENS` queries at a time.
+    """Attend causally, scores in float32 for `QUERY_TOKENS` queries at a time: [N, H, L, D] in the dtype of `value`.
 
     Args:
         query: [N, H, L, D], of the last L of M tokens.
@@ -30,9 +30,6 @@ def explicit_attention(
         sliding_window: A token attends to itself and the window - 1 tokens before it; None: to all tokens before it.
         softcap: Scores become softcap * tanh(score / softcap) (Gemma 2, arXiv:2408.00118); None: they stay.
         sinks: [H] a further score of each head, whose share of the softmax is dropped (gpt-oss, arXiv:2508.10925).
-
-    Returns:
-        [N, H, L, D] in the dtype of `value`.
     """
     num_repeats, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = (states.repeat_interleave(num_repeats, dim=1) for states in (key, value))

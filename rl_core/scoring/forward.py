@@ -8,8 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rl_core.scoring.attention import require_packed_attention, require_padded_attention
 from rl_core.scoring.packing import PackedRow
-from rl_core.scoring.positions import position_limit
-from rl_core.scoring.recurrent import has_recurrent_layers
+from rl_core.scoring.per_sequence import has_recurrent_layers, position_limit
 from rl_core.scoring.routing import ROUTED_EXPERTS
 from schemas.errors import ScoringError
 
@@ -28,14 +27,11 @@ def decoder(model: PreTrainedModel) -> nn.Module:
 
 
 def packed_hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """Run the model without its LM head on one packed row.
+    """Run the model without its LM head on one packed row: [T, hidden] after the final norm, in the model's dtype.
 
     Args:
         model: A causal language model that uses packed attention.
         row: The row, on the model's device.
-
-    Returns:
-        [T, hidden] hidden states after the final norm, in the model's dtype.
 
     Raises:
         ScoringError: The model uses another attention, or a sequence is longer than its positions.
@@ -58,11 +54,7 @@ def packed_hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
 
 
 def share_fault(config: PretrainedConfig) -> str | None:
-    """Return why packed sequences of a model can't share their prompts; None: they can.
-
-    Args:
-        config: The model's.
-    """
+    """Return why packed sequences of a model can't share their prompts; None: they can."""
     if position_limit(config) is not None:
         return "its positions depend on the length of each sequence (LongRoPE)"
     if has_recurrent_layers(config):

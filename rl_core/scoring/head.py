@@ -171,8 +171,7 @@ class _Projection:
     def slope(self, logits: Tensor, largest: Tensor) -> Tensor | float:
         """Compute the derivative of the logits, given less the largest [C], with respect to the linear layer's output.
 
-        Returns:
-            [C, V] if softcapped, else one number.
+        It is [C, V] if softcapped, else one number.
         """
         temperature, softcap = self._options.temperature, self._options.softcap
         factor = self._options.scale / temperature
@@ -225,9 +224,8 @@ def _score_chunk(
 ) -> tuple[Tensor, ...]:
     """Compute log-probs [C], and what the backward and the caller need, of [C, V] logits.
 
-    Returns:
-        Log-probs, the largest logits, the normalizers of the logits less these, and entropy, all [C]; and top log-probs
-        and ids [C, K]. With an entropy, `logits` is less the largest afterwards; else it is of no use.
+    Returns log-probs, the largest logits, the normalizers of the logits less these, and entropy, all [C]; and top
+    log-probs and ids [C, K]. With an entropy, `logits` is less the largest afterwards; else it is of no use.
     """
     excluded = None if mask is None else _excluded(logits, targets, mask)
     if excluded is not None:

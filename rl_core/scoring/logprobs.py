@@ -39,7 +39,7 @@ def packed_scores(
     top_k: int = 0,
     num_tokens: int | None = None,
 ) -> TokenScores:
-    """Score every response token under the model at a temperature.
+    """Score every response token under the model at a temperature; what wasn't requested is None.
 
     The decoder computes in the model's dtype; scores are float32 (see `rl_core.scoring.head`).
 
@@ -53,9 +53,6 @@ def packed_scores(
             "no_grad" adds one pass over the logits to the forward and nothing to the backward.
         top_k: K, the number of most likely tokens to return; 0 for none, or for those of the row, `row.top_ids`.
         num_tokens: The most likely tokens are sought among the first of these; None: among all.
-
-    Returns:
-        The scores. Those that weren't requested are None.
 
     Raises:
         ScoringError: The model's attention or LM head isn't supported, or a sequence is longer than its positions.
@@ -88,9 +85,6 @@ def padded_scores(
         entropy: Whether to compute the entropy.
         top_k: K.
         num_tokens: Among how many tokens they are sought.
-
-    Returns:
-        The scores, in the same order.
 
     Raises:
         ScoringError: The model uses packed attention, its LM head isn't supported, or a sequence is longer than its

@@ -81,17 +81,11 @@ _Range = tuple[int, int]  # of tokens of a packed row: the first one, and their 
 
 
 class Branch(NamedTuple):
-    """Where a response leaves the order of its tokens, and goes on from an earlier one.
+    """Where a response leaves the order of its tokens, and goes on from an earlier one."""
 
-    Attributes:
-        sequence: The sequence, 0 to S - 1.
-        start: The first token of the branch in the response, 0 to n_r - 1.
-        parent: The token that it goes on from, in prompt and response, below n_p + start; -1: it begins from nothing.
-    """
-
-    sequence: int
-    start: int
-    parent: int
+    sequence: int  # the sequence, 0 to S - 1
+    start: int  # the first token of the branch in the response, 0 to n_r - 1
+    parent: int  # the token that it goes on from, in prompt and response, below n_p + start; -1: it begins from nothing
 
 
 def pack_row(
@@ -215,8 +209,7 @@ class _Parts:
     def split(self, branches: Sequence[Branch]) -> tuple["_Parts", Tensor]:
         """Divide sequences, of a prompt and a response each, by their branches; also return where parents are, or -1.
 
-        Raises:
-            ValueError: A branch is not within its response, not after its parent, or not in order.
+        A branch must be within its response, after its parent, and in order.
         """
         divided: list[tuple[int, int, list[_Range]]] = []
         parents: list[int] = []

@@ -40,14 +40,11 @@ def pack_whole(sequences: list[list[int]], device: torch.device) -> PackedRow:
 
 @torch.inference_mode()
 def packed_pooled_scores(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """Compute the score of each sequence of a packed row, from the hidden state of its last token.
+    """Compute the score of each sequence of a packed row from its last token's hidden state: [S] float32.
 
     Args:
         model: A sequence-classification model with one label that uses packed attention.
         row: The row, on the model's device.
-
-    Returns:
-        [S] float32 scores.
 
     Raises:
         ScoringError: The model uses another attention or head, or a sequence is longer than its positions.

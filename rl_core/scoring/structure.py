@@ -29,17 +29,11 @@ _NOT_CAUSAL = "it isn't causal: log-probs depend on later tokens, which don't ex
 
 @dataclass(frozen=True)
 class Structure:
-    """What can't score a family, and why; None: it can.
+    """What can't score a family, and why; None: it can."""
 
-    Attributes:
-        packed: Packed rows.
-        padded: Right-padded batches.
-        shared: Packed rows in which sequences share a prompt.
-    """
-
-    packed: str | None
-    padded: str | None
-    shared: str | None
+    packed: str | None  # packed rows
+    padded: str | None  # right-padded batches
+    shared: str | None  # packed rows in which sequences share a prompt
 
 
 @single_thread()

@@ -113,12 +113,9 @@ def _direction(weight: nn.Parameter, state: MutableMapping[Tensor, Any], momentu
 def _exchange(
     shards: Sequence[Tensor], shapes: Sequence[torch.Size], ranks: dist.ProcessGroup | None
 ) -> Sequence[Tensor]:
-    """Gather matrix r on rank r, have each rank orthogonalize its own, and scatter them again.
+    """Gather matrix r, [m_r, n_r], on rank r, have each rank orthogonalize its own, and scatter them again.
 
-    Args:
-        shards: At most R shards of this rank, [m_r', n_r], of matrices r, [m_r, n_r].
-        shapes: The shapes of these matrices.
-        ranks: R ranks.
+    `shards` are at most R of this rank, [m_r', n_r]; `shapes` are those of the matrices.
     """
     rank, num_ranks = dist.get_rank(ranks), dist.get_world_size(ranks)
     own = shapes[rank] if rank < len(shapes) else torch.Size((0, 1))

@@ -21,13 +21,7 @@ _PART_BYTES = 2**28
 
 
 def make_optimizer(module: nn.Module, config: OptimConfig, matrices: Sequence[nn.Parameter] = ()) -> "PolicyOptimizer":
-    """Create the config's optimizer; AdamW's kernel is by default, on CUDA, the fused one.
-
-    Args:
-        module: The module with the parameters.
-        config: The optimizer's constants.
-        matrices: Those that Muon trains.
-    """
+    """Create the config's optimizer; AdamW's kernel is by default, on CUDA, the fused one."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     by_muon = set(map(id, matrices))
     others = [parameter for parameter in parameters if id(parameter) not in by_muon]

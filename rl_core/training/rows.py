@@ -99,8 +99,7 @@ def _after_prefixes(
 ) -> tuple[tuple[torch.Tensor, NDArray[np.int64], torch.Tensor, NDArray[np.int64]], torch.Tensor]:
     """Divide rows after their first tokens, so many of each, instead of after their prompts.
 
-    Returns:
-        Both parts with their lengths, as they are given; and which tokens of the second are a response's, bool.
+    Returns both parts with their lengths, and which tokens of the second are a response's, bool.
     """
     rest = prompts - prefixes
     in_prefix, of_response = (

@@ -18,9 +18,6 @@ class Stopwatch:
 
     On CUDA, events on the current stream bound a part, so that the host runs ahead as it would without them; on a CPU,
     the wall clock.
-
-    Args:
-        device: Where the parts are computed.
     """
 
     def __init__(self, device: torch.device) -> None:

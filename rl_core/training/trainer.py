@@ -215,11 +215,7 @@ class Trainer:
         return found
 
     def _require_finite(self, what: str, offending: dict[int, tuple[str, ...]]) -> None:
-        """Stop all ranks if any of them found offending rows.
-
-        Raises:
-            NonFiniteError: One did.
-        """
+        """Stop all ranks if any of them found offending rows."""
         found = {row: names for each in all_gather_object(offending, self._mesh) for row, names in each.items()}
         if not found:
             return

@@ -15,36 +15,20 @@ Example:
     ('reward', 'advantages')
 """
 
-from rl_core.views.chunks import concat, prune
+from rl_core.views.chunks import concat
 from rl_core.views.integers import decode_ints, encode_ints
 from rl_core.views.segments import ReadPlan, read_plan
-from rl_core.views.selection import (
-    filter_rows,
-    new_batch,
-    number_prompts,
-    permute,
-    repeat,
-    select,
-    slice_rows,
-    split,
-    with_column,
-    with_groups,
-)
+from rl_core.views.selection import new_batch, number_prompts, select, split, with_column, with_groups
 
 __all__ = [
     "ReadPlan",
     "concat",
     "decode_ints",
     "encode_ints",
-    "filter_rows",
     "new_batch",
     "number_prompts",
-    "permute",
-    "prune",
     "read_plan",
-    "repeat",
     "select",
-    "slice_rows",
     "split",
     "with_column",
     "with_groups",

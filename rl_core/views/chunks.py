@@ -1,4 +1,4 @@
-"""Operations on the chunks of a handle: concatenating batches, and dropping unused chunks."""
+"""Operations on the chunks of a handle: column groups over them, and concatenating batches."""
 
 from collections.abc import Mapping, Sequence
 
@@ -52,11 +52,6 @@ def concat(batches: Sequence[BatchHandle]) -> BatchHandle:
     )
 
 
-def prune(batch: BatchHandle) -> BatchHandle:
-    """Drop the chunks without rows of the batch, so that they needn't be listed, fetched or kept in memory."""
-    return batch.replace(groups=tuple(_prune_group(group) for group in batch.groups))
-
-
 def _group_of(batch: BatchHandle, name: str) -> int:
     return next(at for at, group in enumerate(batch.groups) if name in group.dtypes)
 
@@ -89,14 +84,3 @@ def _moved_ranges(group: ColumnGroup, firsts: Ints) -> tuple[Ints, Ints]:
         return decode_ints(group.segments.starts) + shifts[:1].sum(), decode_ints(group.segments.counts)
     plan = read_plan(group)
     return plan.start + firsts[plan.chunk], plan.stop - plan.start
-
-
-def _prune_group(group: ColumnGroup) -> ColumnGroup:
-    plan = read_plan(group)
-    used = np.bincount(plan.chunk, minlength=len(group.chunks)) > 0
-    if used.all():
-        return group
-    chunks = tuple(chunk for chunk, kept in zip(group.chunks, used, strict=True) if kept)
-    first = chunk_bounds(chunks)[np.cumsum(used) - 1]  # of each used chunk
-    segments = merge(plan.start + first[plan.chunk], plan.stop - plan.start)
-    return group.replace(chunks=chunks, segments=segments)

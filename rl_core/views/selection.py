@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from rl_core.views.chunks import new_group
 from rl_core.views.integers import Ints, IntsLike, as_int64, encode_ints, narrow_dtype, offsets, take, total
@@ -84,69 +83,9 @@ def select(batch: BatchHandle, rows: IntsLike) -> BatchHandle:
 
     Raises:
         IndexError: A row is negative or not below `batch.num_rows`.
-        TypeError: Rows that are not integers; use `filter_rows` for a mask.
+        TypeError: Rows that are not integers, such as a mask, of which `np.flatnonzero` makes some.
     """
     return _views(batch, [_row_index(batch, rows)])[0]
-
-
-def slice_rows(batch: BatchHandle, start: int, stop: int) -> BatchHandle:
-    """Select the rows from `start` up to, but excluding, `stop`.
-
-    Raises:
-        IndexError: Not 0 <= start <= stop <= `batch.num_rows`.
-    """
-    if not 0 <= start <= stop <= batch.num_rows:
-        raise IndexError(f"rows {start} to {stop} are not a range of a batch of {batch.num_rows} rows")
-    return _views(batch, [np.arange(start, stop)])[0]
-
-
-def permute(batch: BatchHandle, order: IntsLike) -> BatchHandle:
-    """Reorder all rows: row i of the result is row `order[i]`; `order` has shape [N].
-
-    Raises:
-        IndexError: A row is negative or not below `batch.num_rows`.
-        ValueError: A row is missing or repeated.
-    """
-    index = _row_index(batch, order)
-    present = np.zeros(batch.num_rows, dtype=np.bool_)
-    present[index] = True
-    if index.size != batch.num_rows or not present.all():
-        row, times = _miscounted(index, batch.num_rows)
-        raise ValueError(
-            f"row {row} occurs {times} times in a permutation of {batch.num_rows} rows; "
-            "use select to drop or repeat rows"
-        )
-    return _views(batch, [index])[0]
-
-
-def repeat(batch: BatchHandle, counts: int | IntsLike) -> BatchHandle:
-    """Repeat each row in place by its count; `counts` has shape [N], or is one number for all rows.
-
-    Raises:
-        ValueError: A negative count, or not one per row.
-        TypeError: Counts that are not integers (bool included).
-    """
-    times = as_int64(np.full(batch.num_rows, counts) if np.ndim(counts) == 0 else np.asarray(counts))
-    if times.size != batch.num_rows:
-        raise ValueError(f"got {times.size} counts for a batch of {batch.num_rows} rows, expected one per row")
-    if (times < 0).any():
-        raise ValueError(f"row {np.argmax(times < 0)} can't be repeated {times[times < 0][0]} times")
-    return _views(batch, [np.repeat(np.arange(batch.num_rows), times)])[0]
-
-
-def filter_rows(batch: BatchHandle, keep: npt.NDArray[np.bool_]) -> BatchHandle:
-    """Select the rows whose entry in `keep`, bool [N], is true, in order: `filter_rows(batch, rewards > 0)`.
-
-    Raises:
-        TypeError: `keep` is not an array of bool.
-        ValueError: `keep` has another shape.
-    """
-    if not isinstance(keep, np.ndarray) or keep.dtype != np.bool_:
-        kind = keep.dtype if isinstance(keep, np.ndarray) else type(keep).__name__
-        raise TypeError(f"expected an array of bool, got {kind}; use select for row numbers")
-    if keep.shape != (batch.num_rows,):
-        raise ValueError(f"expected one bool for each of the {batch.num_rows} rows, got shape {keep.shape}")
-    return _views(batch, [np.flatnonzero(keep)])[0]
 
 
 def split(batch: BatchHandle, counts: IntsLike) -> list[BatchHandle]:
@@ -211,11 +150,7 @@ def with_groups(batch: BatchHandle, groups: Sequence[ColumnGroup]) -> BatchHandl
 
 
 def _views(batch: BatchHandle, indices: Sequence[Ints]) -> list[BatchHandle]:
-    """Create one view per index, which must be in range; shared arrays and equal segments are decoded only once.
-
-    Raises:
-        ValueError: The lengths or a group's segments don't have `batch.num_rows` rows.
-    """
+    """Create one view per index, which must be in range; shared arrays and equal segments are decoded only once."""
     distinct: list[Segments] = []
     for group in batch.groups:
         if group.segments not in distinct:

@@ -12,7 +12,6 @@ class GrpoAdvantage(FrozenConfig):
     """(reward - group mean) / (group sample std + epsilon) (Shao et al. 2024, arXiv:2402.03300)."""
 
     kind: Literal["grpo"] = "grpo"
-    """Selects GRPO, the default."""
 
     epsilon: PositiveFloat = 1e-6
     """Added to the group's standard deviation, in units of the reward."""
@@ -22,21 +21,18 @@ class DrGrpoAdvantage(FrozenConfig):
     """reward - group mean (Liu et al. 2025, arXiv:2503.20783)."""
 
     kind: Literal["dr_grpo"] = "dr_grpo"
-    """Selects Dr. GRPO."""
 
 
 class RlooAdvantage(FrozenConfig):
     """reward - mean of the group's other rewards (Ahmadian et al. 2024, arXiv:2402.14740)."""
 
     kind: Literal["rloo"] = "rloo"
-    """Selects RLOO, the leave-one-out baseline."""
 
 
 class ReinforcePlusPlusAdvantage(FrozenConfig):
     """reward - group mean, whitened over all trained tokens (Hu et al. 2025, arXiv:2501.03262)."""
 
     kind: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
-    """Selects REINFORCE++ with a group baseline."""
 
     epsilon: PositiveFloat = 1e-8
     """Added to the standard deviation over the step's trained tokens, in units of the reward."""
@@ -46,7 +42,6 @@ class OpoAdvantage(FrozenConfig):
     """reward - length-weighted group mean (Hao et al. 2025, arXiv:2505.23585)."""
 
     kind: Literal["opo"] = "opo"
-    """Selects OPO."""
 
 
 class TurnLevelAdvantage(FrozenConfig):
@@ -56,7 +51,6 @@ class TurnLevelAdvantage(FrozenConfig):
     """
 
     kind: Literal["turn_level"] = "turn_level"
-    """Selects advantages per turn, for environments that reward turns."""
 
     epsilon: PositiveFloat = 1e-6
     """Added to the standard deviation of the group's rewards, in units of the reward."""
@@ -66,7 +60,6 @@ class MaxRlAdvantage(FrozenConfig):
     """(reward - group mean) / group mean; 0 where that is not positive (Tajwar et al. 2026, arXiv:2602.02710)."""
 
     kind: Literal["max_rl"] = "max_rl"
-    """Selects MaxRL."""
 
 
 class GdpoAdvantage(FrozenConfig):
@@ -76,7 +69,6 @@ class GdpoAdvantage(FrozenConfig):
     """
 
     kind: Literal["gdpo"] = "gdpo"
-    """Selects GDPO, for `reward.kind = "weighted"`."""
 
     epsilon: PositiveFloat = 1e-6
     """Added to the standard deviations: of each part over its group, in its units, and of the sum over the step."""

@@ -29,14 +29,12 @@ class SourceCurriculum(CurriculumSettings):
     """A curriculum over `data.sources`."""
 
     kind: Literal["sources"] = "sources"
-    """Selects the sources."""
 
 
 class LevelCurriculum(CurriculumSettings):
     """A curriculum over levels of difficulty, which a number in each row's `extra_info` gives."""
 
     kind: Literal["levels"] = "levels"
-    """Selects levels of difficulty."""
 
     field: Annotated[str, Field(min_length=1)]
     """Field of `extra_info` with the number."""
@@ -203,6 +201,11 @@ class DataConfig(FrozenConfig):
     def train_sources(self) -> tuple[PromptSource, ...]:
         """The sources of training prompts, one or several."""
         return self.sources if self.train_path is None else (PromptSource(path=self.train_path),)
+
+    @property
+    def paths(self) -> list[str]:
+        """The places of all rows: training prompts, then those held out, if there are any."""
+        return [*(source.path for source in self.train_sources), *([self.eval_path] if self.eval_path else [])]
 
     @property
     def source_names(self) -> tuple[str, ...]:

@@ -53,7 +53,6 @@ class ClassEnvironment(TurnLimits):
     """A Python class with `reset()` and `step(action)`, made from a data row and a seed."""
 
     kind: Literal["class"] = "class"
-    """Selects a Python class."""
 
     path: ImportPath
     """Import path of the class, `module:Class`."""
@@ -76,7 +75,6 @@ class ToolsEnvironment(TurnLimits):
     """Python functions that the model may call; a turn without a call is its answer, and ends the trajectory."""
 
     kind: Literal["tools"] = "tools"
-    """Selects tools."""
 
     tools: Annotated[tuple[ImportPath, ...], Field(min_length=1)]
     """Import paths of the functions, `module:function`; the schema is made of type hints and docstring."""
@@ -106,7 +104,6 @@ class ProcessSandbox(FrozenConfig):
     """A process of the run's user, with limits, but with that user's files."""
 
     kind: Literal["process"] = "process"
-    """Selects a process."""
 
     network: Literal["host", "none"] = "host"
     """`host` is the machine's network; `none` has the model's API only, where the kernel lets users make namespaces."""
@@ -116,7 +113,6 @@ class ContainerSandbox(FrozenConfig):
     """A container of an image that is on the machine, by the command line of Docker or Podman."""
 
     kind: Literal["container"] = "container"
-    """Selects a container."""
 
     image: Annotated[str, Field(min_length=1, pattern="^[^-]")]
     """Its image; it is never pulled."""
@@ -151,7 +147,6 @@ class ClassSandbox(FrozenConfig):
     """A class of your own with the methods of `rl_core.environments.base.Sandbox`, such as for machines elsewhere."""
 
     kind: Literal["class"] = "class"
-    """Selects a Python class."""
 
     path: ImportPath
     """Import path of the class, `module:Class`."""
@@ -169,7 +164,6 @@ class ProgramEnvironment(TurnLimits):
     """A program, started for each trajectory, that asks the model itself, over OpenAI's or Anthropic's API."""
 
     kind: Literal["program"] = "program"
-    """Selects a program."""
 
     command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
     """The program and its arguments; of a process, with `{workdir}`, the run's, and `{python}`, its interpreter."""

@@ -60,7 +60,6 @@ class JudgeReward(IsolatedReward):
     """
 
     kind: Literal["judge"] = "judge"
-    """Selects an LLM judge."""
 
     prompt: Annotated[str, AfterValidator(_has_known_fields)]
     """The question to the judge, in which `{prompt}`, `{response}` and `{answer}` are filled in."""

@@ -51,15 +51,6 @@ def configs_of(union: object) -> tuple[type[BaseModel], ...]:
     return tuple(dict.fromkeys(configs))
 
 
-def kinds_of(union: object) -> tuple[str, ...]:
-    """Return the kinds of a union alias such as `AdvantageConfig`, in order.
-
-    Raises:
-        TypeError: A member of the union has no kind.
-    """
-    return tuple(kind_of(config) for config in configs_of(union))
-
-
 def union_members(annotation: object) -> Iterator[object]:
     """Yield the members of a union, or another type itself, without what annotates them."""
     if get_origin(annotation) is Annotated:

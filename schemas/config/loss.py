@@ -41,7 +41,6 @@ class ClippedLoss(_Loss):
     """PPO's clipped surrogate (arXiv:1707.06347); `clip_high > clip_low` is DAPO's clip-higher (arXiv:2503.14476)."""
 
     kind: Literal["clipped"] = "clipped"
-    """Selects PPO's clipped surrogate, the default."""
 
     clip_low: PositiveFloat = 0.2
     """Probability ratios are clipped to at least 1 - `clip_low`."""
@@ -57,7 +56,6 @@ class GspoLoss(_Loss):
     """Clipped ratios of whole sequences (Zheng et al. 2025, arXiv:2507.18071)."""
 
     kind: Literal["gspo"] = "gspo"
-    """Selects GSPO."""
 
     aggregation: Aggregation = "seq_mean_token_mean"
     """Mean over trained tokens, or over sequences of their token mean, token sum, or token sum / `norm_tokens`."""
@@ -73,7 +71,6 @@ class CispoLoss(_Loss):
     """Log-probs weighted by clipped ratios without gradient (MiniMax 2025, arXiv:2506.13585)."""
 
     kind: Literal["cispo"] = "cispo"
-    """Selects CISPO."""
 
     clip_low: PositiveFloat = 1.0
     """Weights are clipped to at least 1 - `clip_low`; 1: no lower bound."""
@@ -86,7 +83,6 @@ class SapoLoss(_Loss):
     """Ratios through a sigmoid, a soft gate in place of clipping (Gao et al. 2025, arXiv:2511.20347)."""
 
     kind: Literal["sapo"] = "sapo"
-    """Selects SAPO."""
 
     aggregation: Aggregation = "seq_mean_token_mean"
     """Mean over trained tokens, or over sequences of their token mean, token sum, or token sum / `norm_tokens`."""
@@ -102,7 +98,6 @@ class GmpoLoss(_Loss):
     """Geometric means of clipped ratios over sequences (Zhao et al. 2025, arXiv:2507.20673)."""
 
     kind: Literal["gmpo"] = "gmpo"
-    """Selects GMPO."""
 
     aggregation: Aggregation = "seq_mean_token_mean"
     """Mean over trained tokens, or over sequences of their token mean, token sum, or token sum / `norm_tokens`."""
@@ -118,7 +113,6 @@ class DppoLoss(_Loss):
     """Ratios, masked where the probability moved too far from the sampler's (Qi et al. 2026, arXiv:2602.04879)."""
 
     kind: Literal["dppo"] = "dppo"
-    """Selects DPPO with its binary divergences."""
 
     divergence: Literal["tv", "kl"] = "tv"
     """Difference of the token's probability and the sampler's (`tv`), or their binary KL in nats (`kl`)."""
@@ -134,7 +128,6 @@ class CrossEntropyLoss(_Loss):
     """The cross-entropy of given tokens, for supervised fine-tuning."""
 
     kind: Literal["cross_entropy"] = "cross_entropy"
-    """Selects the cross-entropy; the default with a section `[sft]`, which it needs."""
 
 
 LossConfig = Annotated[
@@ -163,7 +156,6 @@ class NoCorrection(FrozenConfig):
     """No correction; the mismatch is only reported."""
 
     kind: Literal["none"] = "none"
-    """Disables the correction; the default without the section."""
 
 
 class TruncatedCorrection(FrozenConfig):
@@ -173,7 +165,6 @@ class TruncatedCorrection(FrozenConfig):
     """
 
     kind: Literal["truncated"] = "truncated"
-    """Selects truncated importance sampling; the default within the section."""
 
     level: Literal["token", "sequence"] = "token"
     """Weight of each token (`token`), or the product over its sequence's trained tokens (`sequence`)."""
@@ -189,7 +180,6 @@ class MaskedCorrection(FrozenConfig):
     """
 
     kind: Literal["masked"] = "masked"
-    """Selects masked importance sampling."""
 
     level: Literal["token", "sequence"] = "token"
     """Weight of each token (`token`), or the product over its sequence's trained tokens (`sequence`)."""
@@ -214,7 +204,6 @@ class RejectedCorrection(FrozenConfig):
     """
 
     kind: Literal["rejected"] = "rejected"
-    """Selects rejection sampling."""
 
     level: Literal["token", "sequence", "geometric"] = "geometric"
     """What must be within: each token's weight, their product over its sequence, or their geometric mean over it."""

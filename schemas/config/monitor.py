@@ -15,7 +15,6 @@ class JsonlMonitor(_Monitor):
     """A file with one flat JSON object per step and per evaluation: `step`, and each metric by its name."""
 
     kind: Literal["jsonl"] = "jsonl"
-    """Selects a file of JSON lines."""
 
     folder: str
     """Folder of the file, which is named `<run id>.jsonl`."""
@@ -27,7 +26,6 @@ class TensorBoardMonitor(_Monitor):
     package = "tensorboard"
 
     kind: Literal["tensorboard"] = "tensorboard"
-    """Selects TensorBoard."""
 
     folder: str | None = None
     """Folder of a folder of event files, named by the run's id; None: `tensorboard/` in a local run directory."""
@@ -39,7 +37,6 @@ class WandbMonitor(_Monitor):
     package = "wandb"
 
     kind: Literal["wandb"] = "wandb"
-    """Selects Weights & Biases."""
 
     project: str
     """Project of the run."""
@@ -60,7 +57,6 @@ class MlflowMonitor(_Monitor):
     package = "mlflow"
 
     kind: Literal["mlflow"] = "mlflow"
-    """Selects MLflow."""
 
     tracking_uri: str
     """The tracking server, e.g. `http://127.0.0.1:5000`, or a database, e.g. `sqlite:///mlflow.db`."""
@@ -75,7 +71,6 @@ class TrackioMonitor(_Monitor):
     package = "trackio"
 
     kind: Literal["trackio"] = "trackio"
-    """Selects trackio."""
 
     project: str
     """Project of the run."""

@@ -50,7 +50,6 @@ class FunctionReward(IsolatedReward):
     """
 
     kind: Literal["function"] = "function"
-    """Selects a Python function."""
 
     path: ImportPath
     """Import path of the function, `module:function`."""
@@ -63,7 +62,6 @@ class GroupFunctionReward(IsolatedReward):
     """
 
     kind: Literal["group_function"] = "group_function"
-    """Selects a Python function of all responses to a prompt."""
 
     path: ImportPath
     """Import path of the function, `module:function`."""
@@ -73,14 +71,12 @@ class ExactReward(InProcessReward):
     """1 if the response equals the answer, ignoring surrounding white space, else 0."""
 
     kind: Literal["exact"] = "exact"
-    """Selects an exact match."""
 
 
 class EnvironmentReward(InProcessReward):
     """The sum of the rewards that the environment gave to a trajectory's turns."""
 
     kind: Literal["environment"] = "environment"
-    """Selects the environment's own rewards."""
 
     @property
     def reads_environment(self) -> bool:
@@ -97,7 +93,6 @@ class ReasoningGymReward(IsolatedReward):
     """reasoning-gym's own verifier of the task in `data_source` (extra `demo`)."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
-    """Selects reasoning-gym's verifiers."""
 
     full_marks_only: bool = False
     """1 for the verifier's full score, else 0; false: the verifier's score, which may be partial credit."""
@@ -107,7 +102,6 @@ class ModelReward(InProcessReward):
     """The score of a reward model: a folder for sequence classification with one label, on the run's reward workers."""
 
     kind: Literal["model"] = "model"
-    """Selects a reward model."""
 
     path: Annotated[str, Field(min_length=1)]
     """Folder or hub id of the model, in safetensors, and of its tokenizer with a chat template."""
@@ -148,7 +142,6 @@ class NumericReward(InProcessReward):
     """
 
     kind: Literal["numeric"] = "numeric"
-    """Selects the comparison of the final numbers."""
 
     relative_tolerance: NonNegativeFloat | None = None
     """Largest difference as a fraction of the larger number; None: 1e-6, but 0 for whole ones. Either one suffices."""
@@ -161,7 +154,6 @@ class MathReward(IsolatedReward):
     """1 if the response's final expression, LaTeX or plain, equals the answer by math-verify (extra `math`)."""
 
     kind: Literal["math"] = "math"
-    """Selects math-verify."""
 
 
 class FormatReward(IsolatedReward):
@@ -171,7 +163,6 @@ class FormatReward(IsolatedReward):
     """
 
     kind: Literal["format"] = "format"
-    """Selects regular expressions."""
 
     pattern: Pattern | None = None
     """Must match the whole response, ignoring surrounding white space; None: `parts` are used."""
@@ -190,7 +181,6 @@ class LengthReward(InProcessReward):
     """Grows linearly with the response's length, from 0 for an empty response to 1 at `target`, and stays 1."""
 
     kind: Literal["length"] = "length"
-    """Selects the length of the response."""
 
     target: PositiveInt
     """Length at which the reward reaches 1, in the given unit."""
@@ -262,7 +252,6 @@ class WeightedReward(IsolatedReward):
     """The weighted sum of named rewards, each a column `reward_<name>`; their own parts are `reward_<name>_<part>`."""
 
     kind: Literal["weighted"] = "weighted"
-    """Selects a weighted sum of rewards."""
 
     parts: Annotated[dict[PartName, WeightedPart], Field(min_length=1)]
     """The weighted rewards by name."""
@@ -292,13 +281,16 @@ class WeightedReward(IsolatedReward):
 RewardConfig = Annotated[_OfOneResponse | GroupFunctionReward | WeightedReward, Field(discriminator="kind"), _Refusal]
 
 
-def reward_models(reward: RewardConfig) -> tuple[ModelReward, ...]:
+def parts_of(reward: InProcessReward) -> list[Any]:
+    """Return the rewards of a weighted sum, or a reward itself."""
+    return [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
+
+
+def reward_models(reward: InProcessReward) -> tuple[ModelReward, ...]:
     """Return the reward models of a reward: itself or its parts, which are computed on workers of their own."""
-    rewards = [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
-    return tuple(each for each in rewards if isinstance(each, ModelReward))
+    return tuple(each for each in parts_of(reward) if isinstance(each, ModelReward))
 
 
 def user_functions(reward: InProcessReward) -> list[FunctionReward | GroupFunctionReward]:
     """Return the users' functions of a reward, itself or parts of it."""
-    parts = [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
-    return [part for part in parts if isinstance(part, FunctionReward | GroupFunctionReward)]
+    return [part for part in parts_of(reward) if isinstance(part, FunctionReward | GroupFunctionReward)]

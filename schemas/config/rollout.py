@@ -104,7 +104,6 @@ class TransformersRollout(EngineRollout):
     """The embedded engine: batched decoding of the transformers model with a KV cache."""
 
     kind: Literal["transformers"] = "transformers"
-    """Selects the embedded engine, the default."""
 
     max_cache_bytes: PositiveInt = 2**32
     """Maximum bytes of the KV cache; prompts that don't fit are decoded in further batches."""
@@ -164,7 +163,6 @@ class VllmRollout(ProcessRollout):
     """vLLM."""
 
     kind: Literal["vllm"] = "vllm"
-    """Selects vLLM."""
 
     enforce_eager: bool = False
     """On CUDA, compile nothing and capture no CUDA graphs: a faster start, slower decoding. A CPU always does so."""
@@ -174,7 +172,6 @@ class ProgramRollout(ProcessRollout):
     """An engine of your own: a program that answers the calls of docs/how-to/engine.md."""
 
     kind: Literal["program"] = "program"
-    """Selects a program."""
 
     program: Annotated[str, Field(min_length=1)]
     """Path of the Python file that `python` runs."""

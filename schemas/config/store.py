@@ -30,7 +30,6 @@ class SharedStore(_Limits):
     """The nodes' shared memory: as fast as memory, and lost with the Ray cluster."""
 
     kind: Literal["shared"] = "shared"
-    """Selects shared memory alone."""
 
     keep_steps: Literal[0] = 0
     """Always 0: finished steps are not kept."""
@@ -69,14 +68,12 @@ class FsspecStore(_Durable):
     """Arrow IPC files under a URL that every worker can reach."""
 
     kind: Literal["fsspec"] = "fsspec"
-    """Selects files alone."""
 
 
 class TieredStore(_Durable):
     """Shared memory in front of files: reads are fast, and columns outlive the Ray cluster."""
 
     kind: Literal["tiered"] = "tiered"
-    """Selects shared memory in front of files, the default."""
 
 
 StoreConfig = Annotated[

@@ -8,7 +8,7 @@ from infra.stores.base import ColumnStore
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import as_tensor, flat_values, jagged
-from rl_core.views import filter_rows, permute, repeat, select, slice_rows, split, with_column
+from rl_core.views import select, split, with_column
 from schemas.errors import (
     ChunkCorruptedError,
     ChunkNotFoundError,
@@ -50,12 +50,12 @@ def test_any_view_reads_like_fancy_indexing(store: ColumnStore, step: int) -> No
     some = random.integers(0, 17, 30)
     for view, expected in [
         (batch, range(17)),
-        (permute(batch, order), order),
-        (select(permute(batch, order), some), order[some]),
-        (slice_rows(batch, 5, 13), range(5, 13)),  # across the chunk without rows
+        (select(batch, order), order),
+        (select(select(batch, order), some), order[some]),
+        (select(batch, range(5, 13)), range(5, 13)),  # across the chunk without rows
         (split(batch, [4, 13])[1], range(4, 17)),
-        (repeat(batch, 2), np.repeat(np.arange(17), 2)),
-        (filter_rows(permute(batch, order), order % 3 == 0), order[order % 3 == 0]),
+        (select(batch, np.repeat(np.arange(17), 2)), np.repeat(np.arange(17), 2)),
+        (select(select(batch, order), np.flatnonzero(order % 3 == 0)), order[order % 3 == 0]),
     ]:
         result = store.read(view, COLUMNS)
         result.validate(full=True)
@@ -80,7 +80,7 @@ def test_columns_put_later_in_another_order_line_up(store: ColumnStore, step: in
 
 def test_layout_does_not_depend_on_the_data(store: ColumnStore, step: int) -> None:
     batch = put_batch(store, step, [rollout_columns([1, 1, 1]), rollout_columns([1])])
-    for view in (batch, select(batch, [3, 0]), slice_rows(batch, 0, 1), select(batch, [])):
+    for view in (batch, select(batch, [3, 0]), select(batch, range(1)), select(batch, [])):
         result = store.read(view, COLUMNS)
         assert result.schema.equals(rollout_columns([1, 1]).schema)
         assert as_tensor(result.column("reward")).shape == (view.num_rows,)
@@ -92,7 +92,7 @@ def test_empty_rows_and_batches_without_rows_are_legal(store: ColumnStore, step:
     result = store.read(batch, COLUMNS)
     assert result.num_rows == 2
     assert result.column("response_ids").to_pylist() == [[], []]
-    nothing = store.read(slice_rows(batch, 0, 0), COLUMNS)
+    nothing = store.read(select(batch, range(0)), COLUMNS)
     assert nothing.num_rows == 0
     assert nothing.schema.equals(result.schema)
 
@@ -104,7 +104,7 @@ def test_a_range_of_one_chunk_is_read_without_a_copy(backend: Backend, store: Co
     store.flush()
     before = pa.total_allocated_bytes()
     whole = store.read(batch, ["sampler_logprobs"]).column(0)
-    part = store.read(slice_rows(batch, 1, 3), ["sampler_logprobs"]).column(0)
+    part = store.read(select(batch, range(1, 3)), ["sampler_logprobs"]).column(0)
     assert pa.total_allocated_bytes() - before < 10_000
     assert np.array_equal(flat_values(part), flat_values(whole)[4:])
 
@@ -177,7 +177,7 @@ def test_a_handle_that_misstates_its_chunks_is_rejected(store: ColumnStore, step
 
 def test_a_read_of_many_chunks_fetches_each_once(store: ColumnStore, step: int) -> None:
     parts = [rollout_columns([3] * 20, seed) for seed in range(4)]
-    batch = permute(put_batch(store, step, parts), np.random.default_rng(0).permutation(80))
+    batch = select(put_batch(store, step, parts), np.random.default_rng(0).permutation(80))
     inner = store.front if isinstance(store, TieredColumnStore) else store
     fetch, fetched = inner._fetch, []
     inner._fetch = lambda reads: fetched.extend(reads) or fetch(reads)  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from infra.stores.files import FsspecColumnStore
 from infra.stores.shared.index import start_shared_store
 from infra.stores.shared.node_files import Limits
 from infra.stores.tiered import TieredColumnStore
-from rl_core.views import permute
+from rl_core.views import select
 from schemas.batch import ChunkKey, ChunkRef
 from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, StoreError
 from tests.contracts.backends import CAPACITY, COLUMNS, data_file, key, put_batch, rollout_columns
@@ -35,7 +35,7 @@ def test_chunks_that_the_front_lost_are_read_from_the_durable_store(durable: Fss
     store = fresh(durable)
     store.open(1)
     columns = [rollout_columns([2, 3]), rollout_columns([4], seed=1)]
-    batch = permute(put_batch(store, 1, columns), [2, 0, 1])
+    batch = select(put_batch(store, 1, columns), [2, 0, 1])
     expected = store.read(batch, COLUMNS)
     store.flush()
     after = fresh(durable)

@@ -13,7 +13,7 @@ from infra.stores.chunk_index import MemoryStore
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.codec import decode, encode
 from rl_core.columns.jagged import jagged
-from rl_core.views import new_batch, slice_rows, with_column
+from rl_core.views import new_batch, select, with_column
 from schemas.batch import ChunkKey, ChunkRef
 from schemas.errors import (
     CapacityError,
@@ -54,7 +54,7 @@ def test_columns_that_do_not_fit_their_batch_are_rejected(store: ColumnStore, st
     with pytest.raises(ColumnError, match="has 3 values in row 0, expected 2"):
         store.put(key(store, step, stage="logprob"), swapped, batch=batch)
     with pytest.raises(ColumnError, match="there are 2 rows, expected the batch's 1"):
-        store.put(key(store, step, stage="logprob"), swapped, batch=slice_rows(batch, 0, 1))
+        store.put(key(store, step, stage="logprob"), swapped, batch=select(batch, range(1)))
     # Put without its batch, it is rejected when it is read.
     ref = store.put(key(store, step, stage="logprob"), swapped)
     extended = with_column(batch, {"behavior_logprobs": "float"}, [ref], [0, 1])

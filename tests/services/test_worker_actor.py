@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from infra.ray.actors import call, create_actor, kill_actors, start_actor
+from infra.ray.actors import call, create_actor, kill_actors
 from infra.ray.worker_logs import MAX_LINES
 from infra.workers.actor import actor_class
 from schemas.errors import GpuMemoryError, ModelError
@@ -63,5 +63,5 @@ def test_a_process_that_holds_a_handle_imports_no_torch(worker: Any) -> None:
             assert ray.get(worker.add.remote(1)) == 4
             return "torch" in sys.modules
 
-    assert not ray.get(start_actor(Holder).has_imported_torch.remote(worker))
+    assert not ray.get(ray.remote(num_cpus=0)(Holder).remote().has_imported_torch.remote(worker))
     assert ray.get(worker.__ray_call__.remote(lambda _: "torch" in sys.modules))

@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from schemas.config.kinds import configs_of, kind_of
 from schemas.config.run import RunConfig
+
+
+def kinds_of(union: object) -> tuple[str, ...]:
+    """Return the kinds of a union alias such as `AdvantageConfig`, in order."""
+    return tuple(map(kind_of, configs_of(union)))
 
 
 def run_config(folder: Path = Path(), **overrides: object) -> RunConfig:

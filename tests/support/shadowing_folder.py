@@ -60,12 +60,12 @@ if __name__ == "__main__":
     found = {"driver": probe()}
     if len(sys.argv) > 3:
         import ray
-        from infra.ray.actors import create_actor, kill_actors, start_actor
+        from infra.ray.actors import create_actor, kill_actors
         from infra.ray.cluster import connect
 
         connect(sys.argv[3])
         found["task"] = ray.get(ray.remote(num_cpus=0)(probe).remote())
-        found["actor"] = ray.get(start_actor(Probe).probe.remote())
+        found["actor"] = ray.get(ray.remote(num_cpus=0)(Probe).remote().probe.remote())
         found["detached actor"] = ray.get(create_actor("module-path-probe", Probe).probe.remote())
         kill_actors(["module-path-probe"])
     print(json.dumps(found))

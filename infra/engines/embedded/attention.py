@@ -35,7 +35,7 @@ def decode_attention(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers' SDPA does, with query heads grouped by key head if each row has one query.
+    """Attend as transformers' SDPA does, grouped by key head if each row has one query: [N, Q, K * G, D], and None.
 
     Args:
         module: The attention layer.
@@ -50,9 +50,6 @@ def decode_attention(
         dropout: None is applied.
         position_bias: Added to the scores; None: nothing.
         **kwargs: Further options of the model; any that could change the result is refused.
-
-    Returns:
-        [N, Q, K * G, D], and None in place of the attention weights.
 
     Raises:
         ScoringError: The layer needs an option that is not among these.

@@ -86,11 +86,6 @@ class TransformersEngine:
     def load_weights(
         self, specs: Sequence[TensorSpec], buckets: Iterable[WeightsBucket], version: int, *, is_complete: bool = True
     ) -> None:
-        """Copy weights into the model's in place, bucket by bucket; see `RolloutEngine.load_weights`.
-
-        Raises:
-            WeightsError: A name or shape is not the model's, or a weight is missing; nothing has been copied.
-        """
         assert "weights" not in self.asleep, "an engine is woken before it loads weights"
         check_held(self.version, is_complete=is_complete)
         check_weights(self.model, specs, version, is_complete=is_complete)
@@ -102,7 +97,6 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def score(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
-        """Return the log-probs of given tokens; see `RolloutEngine.score`."""
         tokens = torch.from_numpy(token_ids.astype(np.int64)).to(self.model.device)
         positions = torch.arange(len(tokens), device=tokens.device)
         cache = {cache_argument(self.model): decoding_cache(self.model.config)}
@@ -130,7 +124,6 @@ class TransformersEngine:
         Raises:
             ValueError: `sampling` has stop strings but the engine has no tokenizer, or experts of several turns would
                 have to be recorded.
-            VersionError: The engine is asleep, or has no weights.
         """
         require_awake(self)
         if sampling.stop and self.tokenizer is None:
@@ -177,11 +170,9 @@ class TransformersEngine:
         """Do nothing: the engine has no other processes that could be lost."""
 
     def take_peak_memory(self) -> dict[str, int]:
-        """Return this process's peak memory; see `RolloutEngine.take_peak_memory`."""
         return take_peak_memory(self.model.device)
 
     def close(self) -> None:
-        """Release the model; the engine can't generate afterwards."""
         del self.model
 
 

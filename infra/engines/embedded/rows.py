@@ -95,11 +95,9 @@ class TransformersRows:
 
     @property
     def num_unfinished(self) -> int:
-        """The number of rows whose turn has not ended."""
         return self._num_waiting + int((~self._samples.ended).sum())
 
     def begin(self, requests: Sequence[GenerationRequest]) -> range:
-        """Add a row per sample; see `DecodingRows.begin`."""
         check_prompts(requests, self._sampling)
         added = self._samples.add(sum(request.num_samples for request in requests))
         numbers = iter(added)
@@ -110,13 +108,11 @@ class TransformersRows:
         return added
 
     def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int, stop: tuple[str, ...] = ()) -> None:
-        """Add the next turn of a row whose turn has ended; see `DecodingRows.extend`."""
         assert self._several_turns, "rows are extended only if they were opened so"
         history = np.concatenate([self._tokens_of(row), token_ids])
         self._waiting.append(_Start((row,), (seed,), max_tokens, stop, history))
 
     def branch(self, row: int, request: GenerationRequest) -> int:
-        """Add the next turn of a row, after other tokens than its own; see `DecodingRows.branch`."""
         assert self._several_turns, "rows branch only if they were opened so"
         check_prompts([request], self._sampling)
         limit = request.token_limit(self._sampling)
@@ -125,7 +121,6 @@ class TransformersRows:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Generation]]:
-        """Sample a token for each row that has a place; see `DecodingRows.step`."""
         self._remove_ended()
         starts = self._admitted()
         decoded = [(batch, batch.advance(int(self._samples.counts[batch.rows].max()))) for batch in self._batches]
@@ -145,13 +140,11 @@ class TransformersRows:
         return found
 
     def end(self, row: int) -> None:
-        """Forget a row whose turn has ended."""
         del self._histories[row]
         self._held.pop(row, None)
         self._left = [path for path in self._left if path.row != row]
 
     def close(self) -> None:
-        """Forget all rows."""
         for entries in (self._histories, self._waiting, self._batches, self._ended_at, self._held, self._left):
             entries.clear()
 

@@ -75,8 +75,7 @@ def _invert(cumulative: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def _truncated(ratios: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the ratios that min-p, top-k and top-p keep, others 0; the most likely token's is 1.
 
-    Returns:
-        [N, V], or [N, K] in descending order with their token ids int64 [N, K].
+    They are [N, V], or [N, K] in descending order with their token ids int64 [N, K].
     """
     if sampling.min_p > 0:
         ratios = ratios * (ratios >= sampling.min_p)

@@ -34,12 +34,7 @@ PARTS: tuple[EngineTag, ...] = ("weights", "cache")
 
 
 class ProgramRows:
-    """`DecodingRows` of an engine that is a program; of vLLM's, a turn computes at most a block of its history again.
-
-    Args:
-        engine: The engine.
-        sampling: How tokens are sampled.
-    """
+    """`DecodingRows` of an engine that is a program; in vLLM, a turn computes at most a block of its history again."""
 
     def __init__(self, engine: "ProgramEngine", sampling: Sampling) -> None:
         self._engine, self._sampling = engine, sampling
@@ -50,11 +45,9 @@ class ProgramRows:
 
     @property
     def num_unfinished(self) -> int:
-        """The number of rows whose turn has not ended."""
         return len(self._pending)
 
     def begin(self, requests: Sequence[GenerationRequest]) -> range:
-        """Add a row per sample; see `DecodingRows.begin`."""
         check_prompts(requests, self._sampling, self._engine.max_tokens)
         first, rows, stops = self._num_begun, list[tuple[int, int, int, int]](), list[tuple[str, ...]]()
         for prompt, request in enumerate(requests):
@@ -70,7 +63,6 @@ class ProgramRows:
         return range(first, self._num_begun)
 
     def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int, stop: tuple[str, ...] = ()) -> None:
-        """Add the next turn of a row whose turn has ended; see `DecodingRows.extend`."""
         length = self._lengths[row] + len(token_ids)
         check_prompts(
             [GenerationRequest(np.empty(length), (seed,), max_tokens)], self._sampling, self._engine.max_tokens
@@ -95,13 +87,7 @@ class ProgramRows:
             raise self._engine.lose(f"it answered 'step' with what is no turn of a row: {error}") from error
 
     def _read(self, result: Mapping[str, Any], buffers: Sequence[bytearray]) -> list[tuple[int, Generation]]:
-        """Return the turns that have ended, with what a program has answered to `step`.
-
-        Raises:
-            KeyError: Something is missing, or a row is not one whose turn had not ended.
-            TypeError: Something has another type.
-            ValueError: Tokens and log-probs don't match, or aren't a turn's; or a row is forgotten.
-        """
+        """Return the turns that have ended, with what a program has answered to `step`."""
         if running := result["running"]:
             self._engine.usage.add(running, result["waiting"], result["cache"])
         found = []
@@ -131,7 +117,6 @@ class ProgramRows:
         return found
 
     def end(self, row: int) -> None:
-        """Forget a row whose turn has ended."""
         del self._lengths[row], self._limits[row]
         self._engine.call("end", {"row": row})
 
@@ -204,12 +189,7 @@ class ProgramEngine:
         return self._process.is_lost
 
     def open_rows(self, sampling: Sampling, *, several_turns: bool = False) -> ProgramRows:
-        """Return a decoder without rows; see `RolloutEngine.open_rows`. All rows can be extended.
-
-        Raises:
-            EngineLostError: Its process failed or died; the engine has closed.
-            VersionError: The engine is asleep, or has no weights.
-        """
+        """Return a decoder without rows; see `RolloutEngine.open_rows`. All rows can be extended."""
         self.check()
         require_awake(self)
         settings = {
@@ -228,18 +208,9 @@ class ProgramEngine:
     ) -> None:
         """Copy weights into the engine's in place, bucket by bucket; see `RolloutEngine.load_weights`.
 
-        Args:
-            specs: The tensors, by the transformers model's state-dict names, of any floating dtype; for tied weights,
-                one name is enough.
-            buckets: The buckets.
-            version: Their policy version.
-            is_complete: Whether they are all of the model's weights; else, of the tensors that vLLM fuses into one
-                weight, all or none (`infra.weights.buckets.blocks`).
-
-        Raises:
-            WeightsError: A name or shape is not the model's, or a weight is missing; nothing has been copied. Or a
-                bucket is damaged, or no memory is left for one; the engine has no version.
-            EngineLostError: Its process failed or died; the engine has closed.
+        Names are those of the transformers model's state dict, one of them for tied weights, of any floating dtype. If
+        not complete, there are all or none of the tensors that vLLM fuses into one weight
+        (`infra.weights.buckets.blocks`). If a bucket is damaged, or no memory is left, the engine has no version.
         """
         self.check()
         assert "weights" not in self.asleep, "an engine is woken before it loads weights"
@@ -308,11 +279,7 @@ class ProgramEngine:
         return self._change(self.asleep - before)
 
     def wake(self, tags: Collection[EngineTag]) -> MemoryChange:
-        """Allocate memory again; see `RolloutEngine.wake`.
-
-        Raises:
-            EngineLostError: It can't, e.g. as the GPU has too little memory; the engine has closed.
-        """
+        """Allocate memory again; see `RolloutEngine.wake`."""
         self.check()
         if woken := self.asleep & frozenset(tags):
             try:
@@ -338,7 +305,6 @@ class ProgramEngine:
         )
 
     def score(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
-        """Return the log-probs of given tokens; see `RolloutEngine.score`."""
         self.check()
         _, buffers = self.call("score", {"temperature": temperature}, [_ids(token_ids)])
         if [len(buffer) for buffer in buffers] != [4 * (num_scored := len(token_ids) - 1)]:
@@ -346,11 +312,6 @@ class ProgramEngine:
         return np.frombuffer(buffers[0], dtype=np.float32)
 
     def check(self) -> None:
-        """Check that the engine has not lost a process.
-
-        Raises:
-            EngineLostError: It has; another engine must be started.
-        """
         self._process.check()
 
     def take_peak_memory(self) -> dict[str, int]:
@@ -361,7 +322,6 @@ class ProgramEngine:
         return peaks
 
     def close(self) -> None:
-        """End its process; the engine can't generate afterwards."""
         self._process.close()
 
     def call(
@@ -384,16 +344,7 @@ class ProgramEngine:
 
 @contextmanager
 def _saved(adapters: Mapping[str, torch.Tensor], lora: LoraConfig, shared_memory: str | None) -> Iterator[Path]:
-    """Write a version's adapters to a folder in the node's memory, in peft's format, and provide it during the block.
-
-    Args:
-        adapters: All adapters' weights by the policy's names, on the CPU.
-        lora: Their rank and scale.
-        shared_memory: `runtime.shared_memory`.
-
-    Raises:
-        WeightsError: No space is left for them.
-    """
+    """Write a version's adapters to a folder in the node's memory, in peft's format; provide it during the block."""
     num_bytes = sum(tensor.nbytes for tensor in adapters.values())
     folder = SharedFolder(choose_root(shared_memory, num_bytes), "adapters")
     try:

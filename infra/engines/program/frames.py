@@ -121,11 +121,7 @@ def compare(found: str, expected: str) -> None:
 
 
 def _sums(values: Any) -> tuple[int, int]:
-    """Return the sum of a matrix's words, and the sum of their products with their positions, modulo 2^64.
-
-    Args:
-        values: int64 [R, C].
-    """
+    """Return the sums of a matrix's words, int64 [R, C], and of their products with their positions, modulo 2^64."""
     by_row, by_column = values.sum(1), values.sum(0)
     rows, columns = _positions(by_row), _positions(by_column)
     return int(by_row.sum()), values.shape[1] * int((by_row * rows).sum()) + int((by_column * columns).sum())

@@ -50,39 +50,24 @@ class CallFailedError(Exception):
 
 @dataclass(frozen=True)
 class EngineInstallation:
-    """An engine, as its program describes it.
+    """An engine, as its program describes it."""
 
-    Attributes:
-        engine: The engine's package, or what its program calls it.
-        device: What it computes on.
-        version: The engine's.
-    """
-
-    engine: str
-    device: Device
-    version: str
+    engine: str  # the engine's package, or what its program calls it
+    device: Device  # what it computes on
+    version: str  # the engine's
 
 
 class StartedEngine(BaseModel):
-    """What a program answers to `start`.
-
-    Attributes:
-        dtype: The dtype of the weights.
-        itemsize: Bytes of a weight.
-        max_model_len: The most tokens of a row.
-        cache_bytes: Bytes of the KV cache, of all ranks.
-        processes: The ids of the ranks' processes.
-        adapted_layers: The names of the layers that have a place for adapters.
-    """
+    """What a program answers to `start`."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    dtype: EngineDtype
-    itemsize: PositiveInt
-    max_model_len: PositiveInt
-    cache_bytes: NonNegativeInt
-    processes: list[int]
-    adapted_layers: list[str] = []
+    dtype: EngineDtype  # the dtype of the weights
+    itemsize: PositiveInt  # bytes of a weight
+    max_model_len: PositiveInt  # the most tokens of a row
+    cache_bytes: NonNegativeInt  # bytes of the KV cache, of all ranks
+    processes: list[int]  # the ids of the ranks' processes
+    adapted_layers: list[str] = []  # the names of the layers that have a place for adapters
 
 
 class EngineProcess:
@@ -157,10 +142,6 @@ class EngineProcess:
     def start(self, arguments: Mapping[str, Any], *, eager: bool) -> StartedEngine:
         """Have the program load a model, which may take any time.
 
-        Args:
-            arguments: The model, and how to run it.
-            eager: Whether nothing is to be compiled.
-
         Raises:
             CallFailedError: It can't.
             ConfigError: Its answer is none to `start`, or it loaded the model otherwise than it was asked to.
@@ -179,11 +160,7 @@ class EngineProcess:
         return started
 
     def _check_started(self, started: StartedEngine, arguments: Mapping[str, Any]) -> None:
-        """Check that a model was loaded as it was asked for.
-
-        Raises:
-            ConfigError: It wasn't.
-        """
+        """Check that a model was loaded as it was asked for."""
         said = f"the engine of {self._program} was asked to start with"
         if started.max_model_len < (asked := arguments["max_model_len"]):
             raise ConfigError(

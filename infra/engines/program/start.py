@@ -164,16 +164,9 @@ def _adapter_arguments(shapes: nn.Module) -> dict[str, Any]:
 
 
 def _check_layers(shapes: nn.Module, wrapped: Collection[str], engine: str) -> None:
-    """Check that an engine has a place for the adapters of every layer.
+    """Check that an engine has a place for the adapters of every layer of `shapes`, the adapted transformers model.
 
-    Args:
-        shapes: The adapted transformers model.
-        wrapped: The names of the engine's layers that have one; a layer may fuse several of a block, as vLLM's do with
-            q, k and v.
-        engine: The engine's name.
-
-    Raises:
-        ConfigError: It lacks some.
+    `wrapped` names the engine's layers that have one; a layer may fuse several, as vLLM's do with q, k and v.
     """
     blocks = {name.rpartition(".")[0] for name in wrapped}
     if lacking := [name for name in adapted_layers(shapes) if name.rpartition(".")[0] not in blocks]:

@@ -134,11 +134,7 @@ def install_vllm(
 
 
 def _make_environment(folder: Path) -> None:
-    """Make a virtual environment with pip; if that fails, nothing of it stays, so that the next call makes it.
-
-    Raises:
-        ConfigError: Python lacks what it takes.
-    """
+    """Make a virtual environment with pip; if that fails, nothing of it stays, so that the next call makes it."""
     try:
         venv.create(folder, symlinks=True, with_pip=True)
     except BaseException as error:

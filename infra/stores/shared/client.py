@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from infra.stores.base import ColumnStore, check_same_content, lost_store_error, removed_folder_error
+from infra.stores.base import ColumnStore, check_same_content, lost_store_error
 from infra.stores.chunk_reads import ChunkRead, decode_chunk
 from infra.stores.shared.flight import Endpoint, FlightClient
 from infra.stores.shared.node_files import RemoteColumns, map_chunk, write_chunk
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef, StoreUsage
-from schemas.errors import ChunkNotFoundError
+from schemas.errors import ChunkNotFoundError, StoreError
 
 _CLOSE_SECONDS = 10.0
 
@@ -31,21 +31,13 @@ class File(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """What a client needs.
+    """What a client needs."""
 
-    Attributes:
-        endpoint: Where its requests go.
-        incarnation: The store's incarnation.
-        location: The column server of its node.
-        folder: That server's files.
-        put_timeout_seconds: How long a put waits for memory.
-    """
-
-    endpoint: Endpoint
-    incarnation: str
-    location: str
-    folder: str
-    put_timeout_seconds: float
+    endpoint: Endpoint  # where its requests go
+    incarnation: str  # the store's incarnation
+    location: str  # the column server of its node
+    folder: str  # that server's files
+    put_timeout_seconds: float  # how long a put waits for memory
 
 
 class SharedColumnStore(ColumnStore):
@@ -128,7 +120,7 @@ class SharedColumnStore(ColumnStore):
         except FileNotFoundError:
             if self._call("forget_server", location):
                 return {}
-            raise removed_folder_error(key, folder) from None
+            raise StoreError(f"can't put {key}: {folder} was removed while the run was active") from None
         return dict(self._call("put", str(key), columns.num_rows, num_bytes, File(location, name)))
 
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:

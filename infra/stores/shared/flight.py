@@ -97,11 +97,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
 
 
 class FlightClient:
-    """A client of a `FlightServer`. Requests from several threads are made one after another.
-
-    Args:
-        endpoint: The server.
-    """
+    """A client of a `FlightServer`. Requests from several threads are made one after another."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         certificate = endpoint.certificate.encode() or None

@@ -100,16 +100,13 @@ def map_chunk(path: Path, ref: ChunkRef) -> pa.Buffer:
 
 
 def write_chunk(key: ChunkKey, folder: Path, columns: pa.RecordBatch, timeout_seconds: float) -> tuple[str, int]:
-    """Write a chunk's file; wait while the file system is full.
+    """Write a chunk's file, once the file system has room; return the file's name in the folder, and its bytes.
 
     Args:
         key: The chunk's name, for errors.
         folder: The folder of a `NodeFiles`.
         columns: The chunk.
         timeout_seconds: How long to wait for space.
-
-    Returns:
-        The file's name in the folder, and its size in bytes.
 
     Raises:
         FileNotFoundError: The folder is gone.
@@ -133,8 +130,7 @@ def write_chunk(key: ChunkKey, folder: Path, columns: pa.RecordBatch, timeout_se
 def _write_file(folder: Path, num_bytes: int, columns: pa.RecordBatch, timeout_seconds: float) -> str:
     """Write columns into a new file of `num_bytes`, of reused memory if there is any; return the file's name.
 
-    Raises:
-        OSError: The file can't be written: ENOSPC, the file system stayed full; ENOENT, the folder is gone.
+    The `OSError` is ENOSPC if the file system stayed full, ENOENT if the folder is gone.
     """
     deadline = time.monotonic() + timeout_seconds
     name = f"{uuid.uuid4().hex}.arrow"
@@ -201,33 +197,18 @@ def _files(pool: Path, suffix: str) -> list[tuple[int, Path]]:
 
 
 class Limits(NamedTuple):
-    """The settings of a store.
+    """The settings of a store."""
 
-    Attributes:
-        capacity_bytes: The limit on the bytes of all held chunks together.
-        put_timeout_seconds: How long a put waits for other steps to be cleared.
-        shared_memory: `runtime.shared_memory`.
-        tls: See `FlightServer`.
-        owner: Who started the run.
-        driver_seconds: `timeouts.driver_seconds`.
-    """
-
-    capacity_bytes: int
-    put_timeout_seconds: float
-    shared_memory: str | None = None
-    tls: Tls | None = None
-    owner: str = ""
-    driver_seconds: float = math.inf
+    capacity_bytes: int  # the limit on the bytes of all held chunks together
+    put_timeout_seconds: float  # how long a put waits for other steps to be cleared
+    shared_memory: str | None = None  # `runtime.shared_memory`
+    tls: Tls | None = None  # see `FlightServer`
+    owner: str = ""  # who started the run
+    driver_seconds: float = math.inf  # `timeouts.driver_seconds`
 
 
 class ColumnServer:
-    """The actor that serves a node's files, pinned to it; it imports no model code.
-
-    Args:
-        run_id: The run.
-        limits: The store's settings.
-        token: The run's token.
-    """
+    """The actor that serves a node's files, pinned to it; it imports no model code."""
 
     def __init__(self, run_id: str, limits: Limits, token: str) -> None:
         import ray

@@ -15,12 +15,12 @@ import typer
 from flows.cli.main import app
 from schemas import errors
 from schemas.config.advantage import AdvantageConfig
-from schemas.config.kinds import kinds_of
 from schemas.config.loss import CorrectionConfig
 from schemas.config.monitor import MonitorConfig
 from schemas.config.reward import RewardConfig
 from schemas.errors import MetricError
 from schemas.metric_catalog import METRICS, metric_spec
+from tests.support.configs import kinds_of
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])

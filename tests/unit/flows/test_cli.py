@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import COMMANDS
-from flows.cli import bench
+from flows.cli import commands
 from flows.lifecycle.session import connect
 from infra.storage.runs import RunDirectory
 from schemas.config.load import load_config
@@ -251,7 +251,7 @@ def test_the_version(sluice: Command) -> None:
 def test_benchmarks_are_listed_and_others_refused() -> None:
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, "-m", "flows.cli.main", "bench", *arguments]
-        return subprocess.run(command, cwd=bench.CHECKOUT, capture_output=True, text=True, check=False)
+        return subprocess.run(command, cwd=commands.CHECKOUT, capture_output=True, text=True, check=False)
 
     listed = run()
     assert listed.returncode == 0
@@ -262,7 +262,7 @@ def test_benchmarks_are_listed_and_others_refused() -> None:
 
 
 def test_benchmarks_without_a_checkout(sluice: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(commands, "CHECKOUT", tmp_path)
     assert_rejected(sluice("bench", "step"), "benchmarks need a checkout and the extra `bench`")
 
 

@@ -19,13 +19,12 @@ from infra.monitors.prometheus import PrometheusSeries
 from infra.monitors.rows import Position, Row, evaluation_row, recorded_rows, step_row
 from infra.storage.runs import RunDirectory
 from schemas.batch import StoreTraffic, StoreUsage
-from schemas.config.kinds import kinds_of
 from schemas.config.monitor import MonitorConfig
 from schemas.errors import ConfigError
 from schemas.metric_catalog import find_metric
 from schemas.step import EvalReport, SourceReport, StepReport
 from schemas.weights import WeightsTransfer
-from tests.support.configs import run_config
+from tests.support.configs import kinds_of, run_config
 from tests.support.progress import wait_until
 from tests.support.tracker_files import jsonl_history, tensorboard_history
 

@@ -1,5 +1,6 @@
 """What `sluice view` asks of a kept step: its rows as a table, harmless conditions, and tokens with values."""
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +94,7 @@ def test_a_column_to_sort_by_must_exist(run: RunDirectory) -> None:
 
 def test_a_condition_that_takes_too_long_is_stopped() -> None:
     with (
-        StepQueries([], {}, SANDBOX, bool) as queries,
+        closing(StepQueries([], {}, SANDBOX, bool)) as queries,
         pytest.raises(QueryError, match=r"stopped after 0\.1 s"),
         queries.errors(timeout_seconds=0.1),
     ):

@@ -14,7 +14,7 @@ from infra.variables import LOCAL_RAY_VARIABLES, RAY_VARIABLES, TORCH_VARIABLES,
 
 ROOT = Path(__file__).parents[3]
 PROCESSES = (  # what the processes of a command, of a deployment and of a run import first
-    *("flows.cli.main", "flows.deployments.execute", "flows.train", "tasks.update", "infra.workers.policy"),
+    *("flows.cli.main", "flows.deployments.execute", "flows.train", "tasks.advantage", "infra.workers.policy"),
     *("infra.workers.rollout", "infra.workers.reward", "infra.engines.vllm.start"),
 )
 BENCHMARKS = tuple(module for module, _ in COMMANDS.values())

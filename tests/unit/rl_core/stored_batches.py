@@ -11,6 +11,7 @@ from rl_core.views import (
     read_plan,
     with_column,
 )
+from rl_core.views.segments import chunk_bounds, merge
 from schemas.batch import BatchHandle, ChunkRef, ColumnGroup
 
 
@@ -30,6 +31,22 @@ def pieces(group: ColumnGroup) -> list[tuple[int, int, int]]:
     plan = read_plan(group)
     assert {part.dtype for part in (plan.chunk, plan.start, plan.stop)} == {np.dtype(np.int64)}
     return list(zip(plan.chunk.tolist(), plan.start.tolist(), plan.stop.tolist(), strict=True))
+
+
+def prune(batch: BatchHandle) -> BatchHandle:
+    """Drop the chunks without rows of the batch, so that they needn't be listed, fetched or kept in memory."""
+    return batch.replace(groups=tuple(_prune_group(group) for group in batch.groups))
+
+
+def _prune_group(group: ColumnGroup) -> ColumnGroup:
+    plan = read_plan(group)
+    used = np.bincount(plan.chunk, minlength=len(group.chunks)) > 0
+    if used.all():
+        return group
+    chunks = tuple(chunk for chunk, kept in zip(group.chunks, used, strict=True) if kept)
+    first = chunk_bounds(chunks)[np.cumsum(used) - 1]  # of each used chunk
+    segments = merge(plan.start + first[plan.chunk], plan.stop - plan.start)
+    return group.replace(chunks=chunks, segments=segments)
 
 
 def rows_of(group: ColumnGroup) -> list[int]:

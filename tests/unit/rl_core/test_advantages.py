@@ -21,7 +21,8 @@ from schemas.config.advantage import (
     RlooAdvantage,
     TurnLevelAdvantage,
 )
-from schemas.config.kinds import configs_of, kinds_of
+from schemas.config.kinds import configs_of
+from tests.support.configs import kinds_of
 
 every_estimator = pytest.mark.parametrize(
     "config", [config() for config in configs_of(AdvantageConfig)], ids=kinds_of(AdvantageConfig)

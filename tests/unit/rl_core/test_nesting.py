@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rl_core.columns.jagged import flat_values, jagged, row_lengths
-from rl_core.padded.nesting import RunLengths, as_mask, cast_exactly, from_padded, to_padded, to_padded_at
+from rl_core.padded.nesting import RunLengths, Side, as_mask, cast_exactly, from_padded, to_padded_at
 from schemas.errors import ColumnError
+
+
+def to_padded(column: pa.LargeListArray, *, width: int, pad: float, side: Side = "right") -> torch.Tensor:
+    """Pad a jagged column of B rows to the given width, [B, S]."""
+    return to_padded_at(column, RunLengths.from_lengths(row_lengths(column), width, side), pad)
+
 
 # Padded on the left, on the right, on both sides, with holes, empty, full.
 MASK = np.array(

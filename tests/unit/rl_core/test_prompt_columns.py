@@ -12,7 +12,7 @@ from infra.stores.chunk_index import MemoryStore
 from rl_core.columns.codec import encoded_bytes, value_dtypes
 from rl_core.columns.jagged import jagged, row_lengths
 from rl_core.columns.prompts import repeat_prompts, rows_of_prompts, share_prompts
-from rl_core.views import concat, new_batch, permute, read_plan, select, split, with_column
+from rl_core.views import concat, new_batch, read_plan, select, split, with_column
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.catalog import column_spec
 
@@ -93,11 +93,11 @@ def test_every_view_of_a_shared_batch_reads_as_that_of_an_unshared_one(
         [
             batch,
             select(batch, some),
-            permute(batch, order),
-            select(permute(batch, order), some),
+            select(batch, order),
+            select(select(batch, order), some),
             *split(batch, [cut, num_rows - cut]),
-            concat([select(batch, some), permute(batch, order)]),
-            append(store, permute(batch, order), "reward_more"),
+            concat([select(batch, some), select(batch, order)]),
+            append(store, select(batch, order), "reward_more"),
         ]
         for store, batch in stores
     ]

@@ -8,7 +8,7 @@ import transformers
 
 from rl_core.scoring import check_structure, leak_probe, padded_probe, use_padded_attention
 from rl_core.scoring.miniature import build_miniature
-from rl_core.scoring.positions import position_limit
+from rl_core.scoring.per_sequence import position_limit
 from schemas.errors import ScoringError
 
 ANY_LENGTH = 10**9

@@ -2,18 +2,10 @@
 
 import pytest
 
-from rl_core.views import (
-    concat,
-    decode_ints,
-    permute,
-    prune,
-    select,
-    slice_rows,
-    with_column,
-)
+from rl_core.views import concat, decode_ints, select, with_column
 from schemas.batch import ChunkRef
 from schemas.errors import ColumnError
-from tests.unit.rl_core.stored_batches import Stored, batch, check, chunks, pieces, rows_of
+from tests.unit.rl_core.stored_batches import Stored, batch, check, chunks, pieces, prune, rows_of
 
 
 def test_prune_drops_unused_chunks() -> None:
@@ -44,7 +36,7 @@ def test_a_pruned_view_is_concatenated_with_an_unpruned_one() -> None:
 def test_batches_over_different_chunks_are_concatenated() -> None:
     left, right = batch([2, 1]), batch([3])
     right = right.replace(groups=(right.groups[0].replace(chunks=tuple(chunks([3], "other"))),))
-    both = concat([select(left, [2, 0]), right, slice_rows(left, 1, 2)])
+    both = concat([select(left, [2, 0]), right, select(left, range(1, 2))])
     assert [chunk.key for chunk in both.groups[0].chunks] == [
         "run/1/rollout/0/0",
         "run/1/rollout/1/0",
@@ -73,8 +65,8 @@ def test_concatenated_batches_keep_the_rows_of_every_group() -> None:
     stored = Stored([2, 3], [[4, 0, 3, 1, 2], [1, 3, 2, 4, 0]])
     parts = [
         select(stored.batch, [3, 1]),
-        prune(slice_rows(stored.batch, 1, 4)),
-        permute(stored.batch, [4, 2, 0, 1, 3]),
+        prune(select(stored.batch, range(1, 4))),
+        select(stored.batch, [4, 2, 0, 1, 3]),
     ]
     stored.check(concat(parts), [3, 1, 1, 2, 3, 4, 2, 0, 1, 3])
 

@@ -4,19 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.views import (
-    concat,
-    filter_rows,
-    permute,
-    prune,
-    repeat,
-    select,
-    slice_rows,
-    split,
-    with_column,
-)
+from rl_core.views import concat, select, split, with_column
 from schemas.batch import BatchHandle
-from tests.unit.rl_core.stored_batches import Stored, batch, chunks, pieces, rows_of, stored_batches
+from tests.unit.rl_core.stored_batches import Stored, batch, chunks, pieces, prune, rows_of, stored_batches
 
 
 def draw_view(data: st.DataObject, view: BatchHandle, model: list[int]) -> tuple[BatchHandle, list[int]]:
@@ -29,17 +19,18 @@ def draw_view(data: st.DataObject, view: BatchHandle, model: list[int]) -> tuple
     if kind == "slice":
         start = data.draw(st.integers(0, len(model)))
         stop = data.draw(st.integers(start, len(model)))
-        return slice_rows(view, start, stop), model[start:stop]
+        return select(view, range(start, stop)), model[start:stop]
     if kind == "permute":
         order = data.draw(st.permutations(range(len(model))))
-        return permute(view, order), [model[row] for row in order]
+        return select(view, order), [model[row] for row in order]
     if kind == "repeat":
         counts = data.draw(st.lists(st.integers(0, 2), min_size=len(model), max_size=len(model)))
         repeated = [row for row, count in zip(model, counts, strict=True) for _ in range(count)]
-        return repeat(view, counts), repeated
+        rows = np.repeat(np.arange(len(model)), np.array(counts, np.int64))
+        return select(view, rows), repeated
     if kind == "filter":
         keep = data.draw(st.lists(st.booleans(), min_size=len(model), max_size=len(model)))
-        return filter_rows(view, np.array(keep, np.bool_)), [row for row, kept in zip(model, keep, strict=True) if kept]
+        return select(view, np.flatnonzero(keep)), [row for row, kept in zip(model, keep, strict=True) if kept]
     if kind == "prune":
         return prune(view), model
     cuts = sorted(data.draw(st.lists(st.integers(0, len(model)), max_size=3)))
@@ -82,7 +73,7 @@ def test_views_of_the_same_rows_are_equal_however_they_are_made(data: st.DataObj
 def test_a_column_added_to_any_view_follows_later_views(data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(5)))
     stored = data.draw(st.permutations(range(5)))  # row i of the new chunk is row stored[i] of the view
-    view = with_column(permute(batch(), order), {"advantages": "float"}, chunks([5], "advantage"), stored)
+    view = with_column(select(batch(), order), {"advantages": "float"}, chunks([5], "advantage"), stored)
     again = data.draw(st.lists(st.integers(0, 4), max_size=6))
     assert rows_of(select(view, again).groups[1]) == [stored.index(row) for row in again]
     assert rows_of(select(view, again).groups[0]) == [order[row] for row in again]

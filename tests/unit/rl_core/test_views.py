@@ -3,24 +3,10 @@
 import numpy as np
 import pytest
 
-from rl_core.views import (
-    concat,
-    decode_ints,
-    encode_ints,
-    filter_rows,
-    new_batch,
-    permute,
-    prune,
-    read_plan,
-    repeat,
-    select,
-    slice_rows,
-    split,
-    with_column,
-)
+from rl_core.views import concat, decode_ints, encode_ints, new_batch, read_plan, select, split, with_column
 from schemas.batch import Segments
 from schemas.errors import ColumnError
-from tests.unit.rl_core.stored_batches import batch, check, chunks, pieces
+from tests.unit.rl_core.stored_batches import batch, check, chunks, pieces, prune
 
 
 def test_a_new_batch_is_its_chunks_in_order_in_constant_size() -> None:
@@ -56,10 +42,7 @@ def test_an_empty_selection_keeps_columns_and_dtypes() -> None:
     check(concat([view, batch()]), [0, 1, 2, 3, 4])
     assert concat([prune(view), prune(view)]) == prune(view)
     check(select(view, []), [])
-    for empty in (slice_rows(batch(), 2, 2), repeat(batch(), 0), filter_rows(batch(), np.zeros(5, np.bool_))):
-        assert empty == view
     assert split(view, [0, 0]) == [view, view]
-    assert permute(view, []) == repeat(view, 3) == filter_rows(view, np.zeros(0, np.bool_)) == view
     assert prune(view).groups[0].chunks == ()
     assert prune(view).groups[0].dtypes == view.groups[0].dtypes
     assert with_column(prune(view), {"advantages": "float"}, [], []).columns == (*view.columns, "advantages")
@@ -69,70 +52,20 @@ def test_an_empty_selection_keeps_columns_and_dtypes() -> None:
 def test_a_row_outside_the_batch_is_rejected(row: int) -> None:
     views = [
         batch(),
-        select(repeat(batch(), 2), [0, 9, 3, 4, 5]),
-        slice_rows(batch([4, 5]), 2, 7),
+        select(select(batch(), np.repeat(range(5), 2)), [0, 9, 3, 4, 5]),
+        select(batch([4, 5]), range(2, 7)),
         split(batch([2, 6]), [1, 5, 2])[1],
-        prune(filter_rows(batch([3, 3]), np.arange(6) != 4)),
+        prune(select(batch([3, 3]), [0, 1, 2, 3, 5])),
         concat(split(batch(), [2, 3])),
     ]
     for view in views:
-        for call in (select, permute):
-            with pytest.raises(IndexError, match=f"row {row} is not in a batch of 5 rows"):
-                call(view, [0, row])
+        with pytest.raises(IndexError, match=f"row {row} is not in a batch of 5 rows"):
+            select(view, [0, row])
 
 
 def test_a_mask_is_not_a_selection() -> None:
     with pytest.raises(TypeError, match="bool"):
         select(batch(), np.array([True, False, True, False, False]))
-
-
-def test_rows_are_kept_by_a_condition_on_a_scalar() -> None:
-    rewards = np.array([0.5, -1.0, np.nan, 0.0, 2.0])
-    check(filter_rows(batch(), rewards > 0), [0, 4])
-
-
-@pytest.mark.parametrize("keep", [[True] * 5, np.array([0, 4]), np.ones(5), None])
-def test_filter_rows_rejects_other_values_than_masks(keep: object) -> None:
-    with pytest.raises(TypeError, match=r"expected an array of bool, got (list|int64|float64|NoneType); use select"):
-        filter_rows(batch(), keep)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("shape", [(4,), (6,), (5, 1), (0,)])
-def test_a_mask_has_one_bool_per_row(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"one bool for each of the 5 rows, got shape \("):
-        filter_rows(batch(), np.ones(shape, np.bool_))
-
-
-def test_rows_are_repeated_in_place() -> None:
-    check(repeat(batch(), [2, 0, 1, 0, 3]), [0, 0, 2, 4, 4, 4])
-    check(repeat(batch(), 2), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
-    assert repeat(batch(), np.int32(1)) == batch()
-
-
-def test_counts_of_a_repeat_are_checked() -> None:
-    with pytest.raises(ValueError, match="row 2 can't be repeated -1 times"):
-        repeat(batch(), [1, 1, -1, 1, -7])
-    with pytest.raises(ValueError, match="row 0 can't be repeated -1 times"):
-        repeat(batch(), -1)
-    with pytest.raises(ValueError, match="4 counts for a batch of 5 rows"):
-        repeat(batch(), [1] * 4)
-    with pytest.raises(ValueError, match="1-D"):
-        repeat(batch(), np.ones((5, 1), np.int64))
-    for counts in (True, [True] * 5, 1.0):
-        with pytest.raises(TypeError, match="expected integers"):
-            repeat(batch(), counts)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 6)])
-def test_a_range_outside_the_batch_is_rejected(start: int, stop: int) -> None:
-    with pytest.raises(IndexError, match="5 rows"):
-        slice_rows(batch(), start, stop)
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 1, 2, 3, 3], [0, 1, 2, 3, 4, 4]])
-def test_a_permutation_has_every_row_once(order: list[int]) -> None:
-    with pytest.raises(ValueError, match="permutation of 5 rows"):
-        permute(batch(), order)
 
 
 @pytest.mark.parametrize("counts", [[2, 2], [6, -1], [6]])
@@ -208,20 +141,20 @@ def test_a_million_permuted_rows_take_eight_bytes_each() -> None:
         "run", 1, 0, chunks([125_000] * 8), {"reward": "float"}, random.integers(32, 257, 10**6), responses
     )
     order = random.permutation(10**6)
-    view = permute(whole, order)
+    view = select(whole, order)
     assert len(view.model_dump_json()) < 8.01 * 10**6  # as base64: 3 bytes of row, 1 of prompt, 2 of response length
     assert len(view.groups[0].model_dump_json()) - len(whole.groups[0].model_dump_json()) < 4.001 * 10**6
     assert np.array_equal(decode_ints(view.response_lengths), responses[order])
     plan = read_plan(view.groups[0])
     assert np.array_equal(plan.chunk * 125_000 + plan.start, order)
     assert np.array_equal(plan.stop, plan.start + 1)
-    assert permute(view, np.argsort(order)) == whole
+    assert select(view, np.argsort(order)) == whole
 
 
 @pytest.mark.parametrize("num_rows", [10, 10**6])
 def test_ranges_of_rows_take_constant_size(num_rows: int) -> None:
     whole = batch([num_rows])
-    for view in (whole, slice_rows(whole, 1, num_rows - 1), *split(whole, [3, num_rows - 3]), prune(whole)):
+    for view in (whole, select(whole, range(1, num_rows - 1)), *split(whole, [3, num_rows - 3]), prune(whole)):
         assert len(view.groups[0].segments.model_dump_json()) < 150
 
 

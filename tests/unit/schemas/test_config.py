@@ -14,10 +14,11 @@ from pydantic import BaseModel, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from schemas.base import FrozenConfig
-from schemas.config.kinds import kinds_of, union_members
+from schemas.config.kinds import union_members
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
+from tests.support.configs import kinds_of
 
 MINIMAL = """
 steps = 3

@@ -14,7 +14,7 @@ from rl_core.losses.surrogates import SURROGATES
 from rl_core.registry import Registry, entry
 from rl_core.rewards import LOADERS
 from schemas.config.advantage import AdvantageConfig, DrGrpoAdvantage, GrpoAdvantage
-from schemas.config.kinds import configs_of, kind_of, kinds_of
+from schemas.config.kinds import configs_of, kind_of
 from schemas.config.loss import (
     Aggregation,
     CorrectionConfig,
@@ -30,6 +30,7 @@ from schemas.config.monitor import MonitorConfig
 from schemas.config.reward import PartReward, RewardConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.store import StoreConfig
+from tests.support.configs import kinds_of
 from tests.unit.rl_core import loss_inputs, reference_updates
 
 REGISTRIES = {

@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 from pydantic import TypeAdapter
 
-from schemas.config.kinds import kinds_of
 from schemas.metrics import EffectiveFraction, Max, Mean, Metric, Metrics, Reduction, Single, Sum, merge_metrics, values
+from tests.support.configs import kinds_of
 
 
 def test_each_kind_has_its_own_reduction() -> None:
