@@ -1,4 +1,4 @@
-"""The rows of a step that one rank reads, their log-probs, and the tokens that a loss selects among those of all ranks."""
+"""The rows of a step that one rank reads, their log-probs, and the tokens that a loss selects of all ranks' rows."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
