@@ -163,6 +163,8 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("clip_fraction/low", "update", "mean", "", "Fraction of tokens clipped by the lower bound.", _REPORT),
     ("clip_fraction/high", "update", "mean", "", "Fraction of tokens clipped by the upper bound.", _REPORT),
     ("clip_fraction/dual", "update", "mean", "", "Fraction of tokens bounded by the dual clip.", _REPORT),
+    ("clip_fraction/cov", "update", "mean", "",
+     "Fraction of tokens that are masked (`clip_cov`) or penalized (`kl_cov`) by their covariance.", _REPORT),
     # Mismatch of engine and trainer.
     ("mismatch/mean", "update", "mean", "nat",
      "Absolute difference of behavior and sampler log-prob, over tokens.", _REPORT),

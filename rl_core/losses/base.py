@@ -33,6 +33,7 @@ class LossInputs:
     policy_top_logprobs: Tensor | None = None  # [T, K] float32, with gradient, of the tokens of teacher_top_logprobs
     teacher_top_logprobs: Tensor | None = None  # [T, K] float32, of a teacher's most likely tokens
     entropy: Tensor | None = None  # [T] float32, with gradient for an entropy bonus
+    selected: Tensor | None = None  # [T] bool, the tokens that the update's covariances select
 
     @classmethod
     def from_rows(
@@ -49,6 +50,7 @@ class LossInputs:
         policy_top_logprobs: Tensor | None = None,
         teacher_top_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
+        selected: Tensor | None = None,
     ) -> "LossInputs":
         """Create inputs for S sequences.
 
@@ -64,6 +66,7 @@ class LossInputs:
             policy_top_logprobs: [T, K] float32, with gradient, of the same tokens as `teacher_top_logprobs`.
             teacher_top_logprobs: [T, K] float32, of a teacher's most likely tokens; None: only `teacher_logprobs`.
             entropy: [T] float32, of the distributions that predict the tokens; None: no entropy bonus.
+            selected: [T] bool, see `rl_core.training.rows.with_selected`; None: the loss selects no tokens.
 
         Raises:
             ValueError: The number of values in a token column isn't the sum of the lengths.
@@ -80,6 +83,7 @@ class LossInputs:
             "policy_top_logprobs": policy_top_logprobs,
             "teacher_top_logprobs": teacher_top_logprobs,
             "entropy": entropy,
+            "selected": selected,
         }
         num_tokens = int(lengths.sum())
         for name, column in columns.items():
@@ -99,6 +103,7 @@ class LossInputs:
             policy_top_logprobs=policy_top_logprobs,
             teacher_top_logprobs=teacher_top_logprobs,
             entropy=entropy,
+            selected=selected,
         )
 
     def select_trained(self) -> "LossInputs":
@@ -125,7 +130,7 @@ class Surrogate:
 
     losses: Tensor  # [T], with gradient
     ratio: Tensor | None  # [T], policy over behavior probability, as clipped by this loss; None: the loss has none
-    clipped: dict[str, Tensor]  # [T] bool by side, "low", "high" or "dual": the tokens that it clips; {}: no clipping
+    clipped: dict[str, Tensor]  # [T] bool by side, "low", "high", "dual" or "cov": the tokens that it clips; {}: none
 
 
 def log_ratio(trained: LossInputs) -> Tensor:

@@ -44,15 +44,18 @@ def distill(
             "top tokens; add them or leave it out"
         )
     difference = trained.behavior_logprobs.detach() - trained.teacher_logprobs
-    advantages, metrics = config.reward_weight * trained.advantages, {"teacher/kl": difference}
+    distilled = replace(trained, advantages=distilled_advantages(config, trained.advantages, difference))
+    metrics = {"teacher/kl": difference}
     if policy is None or teacher is None or not config.reads_top:
-        return replace(trained, advantages=advantages - config.weight * difference), 0.0, metrics
+        return distilled, 0.0, metrics
     terms = divergence(config.divergence, policy, teacher)
-    return (
-        replace(trained, advantages=advantages),
-        config.weight * terms,
-        metrics | {"teacher/divergence": terms.detach()},
-    )
+    return distilled, config.weight * terms, metrics | {"teacher/divergence": terms.detach()}
+
+
+def distilled_advantages(config: DistillationConfig, advantages: Tensor, difference: Tensor) -> Tensor:
+    """Return the advantages with a teacher, [T], from those of the reward and behavior - teacher's log-prob, [T]."""
+    weighted = config.reward_weight * advantages
+    return weighted if config.reads_top else weighted - config.weight * difference
 
 
 def divergence(kind: str, policy: Tensor, teacher: Tensor) -> Tensor:

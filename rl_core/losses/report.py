@@ -22,9 +22,9 @@ def report(
 
     Returns:
         `loss`; means over the trained tokens of `ratio`, if the loss has one, `clip_fraction` and its sides that the
-        loss has (`/low`, `/high`, `/dual`), the absolute difference of behavior and sampler log-prob (`mismatch/mean`),
-        and `token_metrics`; the effective sample size of the importance weights, if `token_metrics` has them
-        (`mismatch/ess`); and, if there is a trained token, `ratio_max` and `mismatch/max`.
+        loss has (`/low`, `/high`, `/dual`, `/cov`), the absolute difference of behavior and sampler log-prob
+        (`mismatch/mean`), and `token_metrics`; the effective sample size of the importance weights, if `token_metrics`
+        has them (`mismatch/ess`); and, if there is a trained token, `ratio_max` and `mismatch/max`.
     """
     largest = {} if surrogate.ratio is None else {"ratio_max": surrogate.ratio}
     ratio = {} if surrogate.ratio is None else {"ratio": surrogate.ratio}

@@ -7,11 +7,13 @@ from rl_core.losses.base import MAX_LOG_RATIO, LossInputs, Surrogate, clipped_su
 from rl_core.registry import Registry, entry
 from schemas.config.loss import (
     CispoLoss,
+    ClipCovLoss,
     ClippedLoss,
     CrossEntropyLoss,
     DppoLoss,
     GmpoLoss,
     GspoLoss,
+    KlCovLoss,
     LossConfig,
     SapoLoss,
 )
@@ -114,6 +116,48 @@ def sapo_loss(config: SapoLoss, trained: LossInputs) -> Surrogate:
     return Surrogate(losses=-advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), ratio=ratio, clipped={})
 
 
+def clip_cov_loss(config: ClipCovLoss, trained: LossInputs) -> Surrogate:
+    """Compute PPO's clipped surrogate per token, and 0 for selected ones: Clip-Cov.
+
+    Cui et al. 2025, arXiv:2505.22617, section 4; `rl_core.training.rows.with_selected` selects.
+
+    Args:
+        config: Clip range.
+        trained: The trained tokens, with those that are selected.
+
+    Returns:
+        The surrogate; `clipped` marks the selected tokens as `cov`, and those that the range clips, of all.
+
+    Raises:
+        ValueError: The inputs don't say which tokens are selected.
+    """
+    selected = _selected(trained, config.kind)
+    surrogate = clipped_surrogate(log_ratio(trained).exp(), trained.advantages, config.clip_low, config.clip_high)
+    losses = torch.where(selected, 0.0, surrogate.losses)
+    return Surrogate(losses=losses, ratio=surrogate.ratio, clipped={**surrogate.clipped, "cov": selected})
+
+
+def kl_cov_loss(config: KlCovLoss, trained: LossInputs) -> Surrogate:
+    """Compute -A r per token, plus kl_coef |policy - behavior log-prob| for selected ones: KL-Cov.
+
+    Cui et al. 2025, arXiv:2505.22617, section 4; `rl_core.training.rows.with_selected` selects.
+
+    Args:
+        config: The penalty's coefficient.
+        trained: The trained tokens, with those that are selected.
+
+    Returns:
+        The surrogate; `clipped` marks the selected tokens as `cov`.
+
+    Raises:
+        ValueError: The inputs don't say which tokens are selected.
+    """
+    selected, ratio = _selected(trained, config.kind), log_ratio(trained).exp()
+    distance = (trained.policy_logprobs - trained.behavior_logprobs).abs()
+    losses = -trained.advantages * ratio + torch.where(selected, config.kl_coef * distance, 0.0)
+    return Surrogate(losses=losses, ratio=ratio, clipped={"cov": selected})
+
+
 def cross_entropy_loss(_: CrossEntropyLoss, trained: LossInputs) -> Surrogate:
     """Compute -logp per token: advantages and behavior log-probs play no part, and there is no ratio."""
     return Surrogate(losses=-trained.policy_logprobs, ratio=None, clipped={})
@@ -128,6 +172,8 @@ SURROGATES: Registry[[LossInputs], Surrogate] = Registry(
     entry(SapoLoss, sapo_loss),
     entry(GmpoLoss, gmpo_loss),
     entry(DppoLoss, dppo_loss),
+    entry(ClipCovLoss, clip_cov_loss),
+    entry(KlCovLoss, kl_cov_loss),
     entry(CrossEntropyLoss, cross_entropy_loss),
 )
 """Policy terms: (config, inputs of the T trained tokens) -> surrogate of T tokens."""
@@ -139,6 +185,12 @@ def _geometric_mean(trained: LossInputs, log_ratios: Tensor) -> Tensor:
     mean = (trained.sum_by_sequence(log_ratios.detach()) / counts).clamp(max=MAX_LOG_RATIO)
     own = log_ratios - log_ratios.detach()  # value 0
     return (mean[trained.sequence_index] + own).exp()
+
+
+def _selected(trained: LossInputs, kind: str) -> Tensor:
+    if trained.selected is None:
+        raise ValueError(f'loss.kind is "{kind}", but the inputs lack selected; add it or choose another loss')
+    return trained.selected
 
 
 def _binary_kl(logprobs: Tensor, others: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The rows of a step that one rank reads, and their log-probs."""
+"""The rows of a step that one rank reads, their log-probs, and the tokens that a loss selects of all ranks' rows."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from rl_core.columns.jagged import (
@@ -17,18 +18,27 @@ from rl_core.columns.jagged import (
     advantages_of_turns,
     as_tensor,
     branches_of,
+    flat_values,
+    jagged,
+    offsets,
     row_lengths,
 )
+from rl_core.losses.distillation import distilled_advantages
+from rl_core.planning.plan import rank_rows
+from rl_core.rollout.seeding import derive_seed, uniforms
 from rl_core.scoring import Branch, PackedRow, pack_row
 from rl_core.training.scoring_module import ScoringModule
-from rl_core.training.sharding import release_gathered
+from rl_core.training.sharding import all_gather_object, release_gathered
+from schemas.config.loss import ClipCovLoss, CovarianceLoss
+from schemas.config.run import RunConfig
 from schemas.errors import ScoringError
-from schemas.plan import MicroBatch
+from schemas.plan import MicroBatch, UpdatePlan
 
 TOKEN_COLUMNS = ("prompt_ids", "response_ids")
 EXPERT_COLUMNS = ("prompt_experts", "response_experts")
 MASK_COLUMNS = ("sampling_mask_counts", "sampling_mask_ids")
 TOP_COLUMNS = ("teacher_top_logprobs", "teacher_top_ids")
+SELECTED_COLUMN = "selected"  # of an update, not stored
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +143,96 @@ def token_advantages(columns: pa.RecordBatch) -> torch.Tensor:
             torch.from_numpy(row_lengths(columns["response_ids"]))
         )
     return torch.from_numpy(advantages_of_turns(*(columns[name] for name in TURN_COLUMNS)))
+
+
+def with_selected(
+    rows: RankRows, update: UpdatePlan, rank: int, config: RunConfig, step: int, mesh: DeviceMesh | None
+) -> RankRows:
+    """Add the column `selected` (bool, response axis): the tokens of an update that its loss selects (a collective).
+
+    A token's covariance is (log-prob - mean) (A - mean), with behavior log-probs, and means over all trained tokens of
+    the update (Cui et al. 2025, arXiv:2505.22617, section 4). `kl_cov` selects the largest ones; `clip_cov` draws among
+    those within its bounds, by numbers that depend on seed, step, row and position alone. Ties go to the first row.
+
+    Args:
+        rows: At least this rank's rows of the update.
+        update: The plan.
+        rank: This rank.
+        config: The run's config, with a loss that selects.
+        step: The step.
+        mesh: The ranks; None: this one only.
+    """
+    loss, columns, mine = config.loss, rows.columns, rank_rows([update], rank)
+    assert isinstance(loss, CovarianceLoss), "a loss that selects no tokens has no column of them"
+    bounds = offsets(columns["response_ids"])
+    lengths, starts = np.diff(bounds), bounds[:-1]
+    trained = flat_values(columns["loss_mask"]) & np.repeat(np.isin(rows.rows, mine), lengths)
+    at, row = np.flatnonzero(trained), np.repeat(rows.rows, lengths)[trained]
+    position = at - np.repeat(starts, lengths)[trained]
+    values = torch.stack([as_tensor(columns["behavior_logprobs"]), _final_advantages(columns, config)], dim=1)
+    covariances = _covariances(values.double().numpy()[at], row, mine, update.num_loss_tokens, mesh)
+    if isinstance(loss, ClipCovLoss):
+        keys = _draws(rows.rows, lengths, config.seed, step)[at]
+        inside = (covariances > loss.cov_low) & (covariances < loss.cov_high)
+    else:
+        keys, inside = -covariances, np.ones(len(at), dtype=bool)
+    count = max(1, int(loss.share * update.num_loss_tokens))
+    own = _least(np.stack([keys, row, position], axis=1)[inside], count)
+    chosen = _least(np.concatenate(all_gather_object(own, mesh)), count)[:, 1:].astype(np.int64)
+    chosen = chosen[np.isin(chosen[:, 0], mine)]
+    selected = np.zeros(len(trained), dtype=bool)
+    selected[starts[np.searchsorted(rows.rows, chosen[:, 0])] + chosen[:, 1]] = True
+    return RankRows(rows.rows, columns.append_column(SELECTED_COLUMN, jagged(selected, lengths)))
+
+
+def _final_advantages(columns: pa.RecordBatch, config: RunConfig) -> torch.Tensor:
+    """Return the advantages of all response tokens as the loss has them, with a teacher's part: float32 [T]."""
+    advantages = token_advantages(columns)
+    if config.distillation is None:
+        return advantages
+    difference = as_tensor(columns["behavior_logprobs"]) - as_tensor(columns["teacher_logprobs"])
+    return distilled_advantages(config.distillation, advantages, difference)
+
+
+def _covariances(
+    values: NDArray[np.float64],
+    row: NDArray[np.int64],
+    mine: NDArray[np.int64],
+    num_tokens: int,
+    mesh: DeviceMesh | None,
+) -> NDArray[np.float64]:
+    """Return the covariance of each trained token of this rank: [T].
+
+    Sums are added token by token in a row, then row by row in the order of their numbers, so that means have the same
+    bits with any number of ranks.
+
+    Args:
+        values: [T, 2] log-probs and advantages.
+        row: [T] row numbers.
+        mine: [n] this rank's rows, ascending.
+        num_tokens: Trained tokens of the update, over all ranks.
+        mesh: The ranks.
+    """
+    with np.errstate(invalid="ignore"):  # what is not finite, the update reports
+        sums = [np.bincount(np.searchsorted(mine, row), column, len(mine)) for column in values.T]
+        parts = all_gather_object((mine, np.stack(sums, axis=1)), mesh)
+        numbers, every = (np.concatenate(each) for each in zip(*parts, strict=True))
+        apart = values - every[np.argsort(numbers)].sum(axis=0) / num_tokens
+        found: NDArray[np.float64] = apart[:, 0] * apart[:, 1]
+    return found
+
+
+def _draws(rows: NDArray[np.int64], lengths: NDArray[np.int64], seed: int, step: int) -> NDArray[np.float64]:
+    """Return a number in [0, 1) for each response token of these rows: [T]."""
+    seeds = [np.array([derive_seed(seed, "clip_cov", step, row)], dtype=np.uint64) for row in rows.tolist()]
+    drawn = [uniforms(*each)[0] for each in zip(seeds, lengths.tolist(), strict=True)]
+    return np.concatenate([np.empty(0), *drawn])
+
+
+def _least(table: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+    """Return the first `count` rows of a table, [n, 3], sorted by its columns."""
+    found: NDArray[np.float64] = table[np.lexsort(table.T[::-1])[:count]]
+    return found
 
 
 def score_rows(module: ScoringModule, rows: RankRows, micros: Sequence[MicroBatch]) -> NDArray[np.float32]:

@@ -6,6 +6,7 @@ which a rank without rows takes part with a dummy.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,15 +19,18 @@ from rl_core.training.optimizer import clip_gradients, learning_rate, make_optim
 from rl_core.training.rows import (
     EXPERT_COLUMNS,
     MASK_COLUMNS,
+    SELECTED_COLUMN,
     TOKEN_COLUMNS,
     TOP_COLUMNS,
     RankRows,
     packed_row,
     token_advantages,
+    with_selected,
 )
 from rl_core.training.scoring_module import ScoringModule
 from rl_core.training.sharding import all_gather_object, sync_gradients
 from rl_core.training.stopwatch import Stopwatch, time_collectives
+from schemas.config.loss import CovarianceLoss
 from schemas.config.run import RunConfig
 from schemas.errors import NonFiniteError
 from schemas.metrics import Mean, Metrics, merge_metrics
@@ -121,6 +125,7 @@ class Trainer:
         lr = lr_scale * learning_rate(self._config.optim, self.num_updates, step, part, num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        rows = self._with_selected(rows, update, rank, step, part)
         with self.stopwatch.running():
             parts, offending = self._accumulate(rows, update, rank)
             self._require_finite("loss", offending)
@@ -137,6 +142,16 @@ class Trainer:
         if rank == 0:  # as means, they are averaged over the updates of a step
             parts.append({"grad_norm": Mean(total=norm, weight=1), "learning_rate": Mean(total=lr, weight=1)})
         return merge_metrics(parts)
+
+    def _with_selected(self, rows: RankRows, update: UpdatePlan, rank: int, step: int, part: int) -> RankRows:
+        """Add the tokens that the loss selects, if it does; a step's first update takes ratios from its own forward."""
+        loss = self._config.loss
+        if not isinstance(loss, CovarianceLoss):
+            return rows
+        rows = with_selected(rows, update, rank, self._config, step, self._mesh)
+        if part or loss.behavior == "recompute":
+            return rows
+        return replace(rows, columns=rows.columns.drop_columns(["behavior_logprobs"]))
 
     def _accumulate(
         self, rows: RankRows, update: UpdatePlan, rank: int
@@ -165,7 +180,8 @@ class Trainer:
     def _inputs(self, rows: RankRows, micro: MicroBatch) -> LossInputs:
         columns = rows.take(micro.rows)
         row = packed_row(columns, micro.num_tokens)
-        given = {name: as_tensor(columns[name]) for name in _loss_columns(self._config) if name not in TURN_COLUMNS}
+        names = {*_loss_columns(self._config), SELECTED_COLUMN} & {*columns.schema.names} - {*TURN_COLUMNS}
+        given = {name: as_tensor(columns[name]) for name in names}
         if "advantages" in given:
             given["advantages"] = token_advantages(columns)
         if not self._config.loss.observation_coef:  # no other token's log-prob is used
@@ -186,6 +202,7 @@ class Trainer:
             policy_top_logprobs=top_logprobs,
             teacher_top_logprobs=given.get("teacher_top_logprobs"),
             advantages=given.get("advantages", torch.ones_like(own)),
+            selected=given.get(SELECTED_COLUMN),
             loss_mask=given["loss_mask"],
             response_lengths=row.response_lengths,
         )

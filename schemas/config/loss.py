@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat, model_validator
 
 from schemas.base import FrozenConfig
 from schemas.config.kinds import default_kind
@@ -124,6 +124,51 @@ class DppoLoss(_Loss):
     """Masks tokens of positive advantage whose probability rose by a larger divergence; for `kl`, 0.05 is usual."""
 
 
+class CovarianceLoss(_Loss):
+    """What losses have that select tokens by their covariance (Cui et al. 2025, arXiv:2505.22617)."""
+
+    share: Annotated[float, Field(gt=0, le=1)] = 2e-4
+    """Fraction of an update's trained tokens that are selected, rounded down, at least one."""
+
+
+class ClipCovLoss(CovarianceLoss):
+    """PPO's clipped surrogate, with a few tokens of high covariance masked (Cui et al. 2025, arXiv:2505.22617)."""
+
+    kind: Literal["clip_cov"] = "clip_cov"
+    """Selects Clip-Cov."""
+
+    clip_low: PositiveFloat = 0.2
+    """Probability ratios are clipped to at least 1 - `clip_low`."""
+
+    clip_high: PositiveFloat = 0.2
+    """Probability ratios are clipped to at most 1 + `clip_high`."""
+
+    cov_low: FiniteFloat = 1.0
+    """Tokens are drawn among those with a covariance above this, in nats times the unit of advantages."""
+
+    cov_high: FiniteFloat = 5.0
+    """Tokens are drawn among those with a covariance below this."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "ClipCovLoss":
+        if self.cov_low >= self.cov_high:
+            raise ValueError(f"cov_low = {self.cov_low} must be below cov_high = {self.cov_high}")
+        return self
+
+
+class KlCovLoss(CovarianceLoss):
+    """Unbounded ratios, and a KL penalty on the tokens of highest covariance (Cui et al. 2025, arXiv:2505.22617)."""
+
+    kind: Literal["kl_cov"] = "kl_cov"
+    """Selects KL-Cov, for steps of several updates."""
+
+    behavior: Literal["auto"] = "auto"
+    """In a step's first update, behavior log-probs are those of its own forward: the penalty is exactly 0 there."""
+
+    kl_coef: PositiveFloat = 1.0
+    """Coefficient of the penalty, the absolute difference of policy and behavior log-prob of a selected token."""
+
+
 class CrossEntropyLoss(_Loss):
     """The cross-entropy of given tokens, for supervised fine-tuning."""
 
@@ -132,7 +177,15 @@ class CrossEntropyLoss(_Loss):
 
 LossConfig = Annotated[
     Annotated[
-        ClippedLoss | GspoLoss | CispoLoss | SapoLoss | GmpoLoss | DppoLoss | CrossEntropyLoss,
+        ClippedLoss
+        | GspoLoss
+        | CispoLoss
+        | SapoLoss
+        | GmpoLoss
+        | DppoLoss
+        | ClipCovLoss
+        | KlCovLoss
+        | CrossEntropyLoss,
         Field(discriminator="kind"),
     ],
     default_kind("clipped"),

@@ -10,7 +10,15 @@ from schemas.config.advantage import AdvantageConfig, GrpoAdvantage, OverlongCon
 from schemas.config.data import DataConfig
 from schemas.config.distillation import DistillationConfig
 from schemas.config.environment import EnvironmentConfig
-from schemas.config.loss import ClippedLoss, CorrectionConfig, KlConfig, LossConfig, NoCorrection
+from schemas.config.loss import (
+    ClippedLoss,
+    CorrectionConfig,
+    CovarianceLoss,
+    KlConfig,
+    KlCovLoss,
+    LossConfig,
+    NoCorrection,
+)
 from schemas.config.model import ModelConfig
 from schemas.config.monitor import MonitorConfig
 from schemas.config.optim import OptimConfig, PackingConfig
@@ -145,6 +153,15 @@ class RunConfig(FrozenConfig):
             raise ValueError(
                 'optim.kind = "muon" orthogonalizes updates of whole matrices, which adapters (model.lora) are not; '
                 'set optim.kind = "adamw", or leave model.lora out'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kl_cov_has_an_effect(self) -> "RunConfig":
+        if isinstance(self.loss, KlCovLoss) and self.optim.updates_per_step == 1:
+            raise ValueError(
+                'loss.kind = "kl_cov" penalizes what updates of a step change, which is nothing before its only one; '
+                'set optim.updates_per_step to 2 or more, or loss.kind = "clip_cov"'
             )
         return self
 
@@ -379,7 +396,8 @@ class RunConfig(FrozenConfig):
         """
         if self.sft is not None:
             return False
-        return self.loss.behavior == "recompute" or self.optim.updates_per_step > 1 or self.kl.in_reward
+        selects = isinstance(self.loss, CovarianceLoss)
+        return selects or self.loss.behavior == "recompute" or self.optim.updates_per_step > 1 or self.kl.in_reward
 
     @property
     def time_shares_gpus(self) -> bool:

@@ -24,6 +24,8 @@ REPLAY = {"rollout": {"max_response_tokens": 16, "router_replay": True}}
 SHARED = {"packing": {"share_prompts": True}}
 LORA = {"lora": {"rank": 2}}
 MUON = {"kind": "muon"}
+CLIP_COV = {"loss": {"kind": "clip_cov", "share": 0.2, "cov_low": 0.02, "cov_high": 0.9}}
+KL_COV = {"loss": {"kind": "kl_cov", "share": 0.2}, "optim": {"updates_per_step": 2}}
 BUFFERS = 8 * 2**20  # of the process itself; all weights would be 78 MiB more than a shard
 CHUNKS = {"packing": {"logits_chunk_tokens": 256}}
 # Ranks, sections and token budget; few CPUs compute bfloat16 themselves, hence the smaller one.
@@ -62,6 +64,11 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, token budget, 
     "three, muon, offload": (3, 24, {"optim": MUON | {"offload": True}}),
     "one, experts, muon": (1, 64, REPLAY | {"optim": MUON}),
     "two, experts, muon": (2, 24, REPLAY | {"optim": MUON}),
+    "one, clip_cov": (1, 64, CLIP_COV),
+    "three, clip_cov": (3, 24, CLIP_COV),
+    "one, kl_cov": (1, 64, KL_COV),
+    "three, kl_cov": (3, 24, KL_COV),
+    "four, shared, kl_cov": (4, 24, SHARED | KL_COV),
 }
 
 # Bytes of a step's parts: a layer's first three matrices have as many on the first two of three ranks, but not on the
@@ -108,6 +115,12 @@ def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("name", ["two", "two, each", "two replicas of two", "two, shared", "four, shared"])
 def test_float32_gradients_are_equal_for_every_layout(folder: Path, name: str) -> None:
     assert distance(gradient(folder, "one"), gradient(folder, name)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["three, clip_cov", "three, kl_cov", "four, shared, kl_cov"])
+def test_tokens_are_selected_over_all_ranks(folder: Path, name: str) -> None:
+    # Another token would be 1e-2 of the gradient, or more.
+    assert distance(gradient(folder, f"one, {name.split(', ')[-1]}"), gradient(folder, name)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["two, half", "two, half, each", "two replicas of two, half", "two, half, shared"])

@@ -114,10 +114,11 @@ def packed_rows(prompts: Sequence[int], responses: Sequence[int], *, experts: in
         "response_ids": jagged(generator.integers(0, 256, total, dtype=np.int32), responses),
         "loss_mask": jagged(np.ones(total, dtype=bool), responses),
         "sampler_logprobs": jagged(logprobs, responses),
-        "behavior_logprobs": jagged(logprobs, responses),
         "reference_logprobs": jagged(logprobs, responses),
         "advantages": pa.array(generator.standard_normal(len(prompts)), pa.float32()),
     }
+    behavior = generator.normal(-5.5, 0.2, total)  # about those of a new model with 256 tokens
+    columns["behavior_logprobs"] = jagged(behavior.astype(np.float32), responses)
     for name, lengths in {"prompt_experts": firsts, "response_experts": responses}.items() if experts else ():
         chosen = generator.random((2, sum(lengths), experts)).argsort(axis=-1)[:, :, :2].astype(np.uint8)
         rows = jagged(np.concatenate(list(chosen), axis=1), lengths)

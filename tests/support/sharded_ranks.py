@@ -161,7 +161,7 @@ def _train(
     update = plan_step(PROMPTS, RESPONSES, RESPONSES, num_updates=1, seed=0, **sizes).updates[0]
     assert (update.num_tokens < sum(PROMPTS + RESPONSES)) == bool(config.packing.share_prompts)
     trainer.optimizer.register_step_pre_hook(keep)
-    trainer.update(rows, update, rank)
+    trainer.update(rows, update, rank, part=config.optim.updates_per_step - 1)
     assert all(parameter.grad is None for parameter in trainer.named_parameters().values())
     assert {tensor.dtype for tensor in gradient.values()} == {torch.float32}
     live = trainer.named_parameters().items()

@@ -145,6 +145,8 @@ def test_the_first_line_names_the_whole_method(sluice: Command) -> None:
         "run tiny: 4 steps; advantage rloo, loss dppo, correction rejected, 0.01 x KL (k1) subtracted from the reward, "
         "scores over the sampling mask"
     )
+    covariance = first("loss.kind=kl_cov", "optim.updates_per_step=2")
+    assert covariance.startswith("run tiny: 4 steps; advantage grpo, loss kl_cov, correction none")
     assert first("kl.coef=0", "optim.kind=muon") == (
         "run tiny: 4 steps; advantage grpo, loss clipped, correction none, optimizer Muon"
     )

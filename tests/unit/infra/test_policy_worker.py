@@ -26,7 +26,7 @@ from rl_core.planning import plan_forward, plan_step
 from rl_core.planning.plan import rank_rows
 from rl_core.views import decode_ints, new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey
-from schemas.config.loss import TruncatedCorrection
+from schemas.config.loss import ClipCovLoss, ClippedLoss, KlCovLoss, LossConfig, TruncatedCorrection
 from schemas.config.model import LoraConfig
 from schemas.config.store import TieredStore
 from schemas.errors import NonFiniteError, VersionError
@@ -213,7 +213,15 @@ def test_another_version_is_rejected(run: RunHandle, store: MemoryStore) -> None
             call()
 
 
-def test_a_restart_from_a_checkpoint_continues_bit_for_bit(run: RunHandle, store: MemoryStore) -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [ClippedLoss(), ClipCovLoss(share=0.3, cov_low=-9, cov_high=9), KlCovLoss(share=0.3)],
+    ids=lambda loss: loss.kind,
+)
+def test_a_restart_from_a_checkpoint_continues_bit_for_bit(
+    run: RunHandle, store: MemoryStore, loss: LossConfig
+) -> None:
+    run = run.replace(config=run.config.replace(loss=loss))
     worker = started(run, store)
     batch, plan = make_step(run, store, worker)
     report = worker.update(batch, plan, 0)
@@ -221,6 +229,7 @@ def test_a_restart_from_a_checkpoint_continues_bit_for_bit(run: RunHandle, store
     worker.finish_saving()
     fresh = started(run, store)
     assert fresh.update(batch, plan, 0) == report  # recorded in the manifest
+    assert ("clip_fraction/cov" in report.metrics) == (loss.kind != "clipped")
     weights = [parameters(each, 1) for each in (worker, fresh)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     # The next update also needs the optimizer's state and count.

@@ -18,6 +18,7 @@ from schemas.config.distillation import DistillationConfig
 from schemas.config.loss import (
     Aggregation,
     CispoLoss,
+    ClipCovLoss,
     ClippedLoss,
     CorrectionConfig,
     CrossEntropyLoss,
@@ -25,6 +26,7 @@ from schemas.config.loss import (
     GmpoLoss,
     GspoLoss,
     KlConfig,
+    KlCovLoss,
     LossConfig,
     MaskedCorrection,
     NoCorrection,
@@ -44,6 +46,8 @@ LOSSES: dict[str, LossConfig] = {
     "gmpo": GmpoLoss(clip_low=0.1, clip_high=0.13),
     "dppo": DppoLoss(clip_low=0.001, clip_high=0.0013),
     "dppo-kl": DppoLoss(divergence="kl", clip_low=0.00027, clip_high=0.0003),
+    "clip_cov": ClipCovLoss(clip_low=0.2, clip_high=0.28, share=0.3, cov_low=0.001, cov_high=0.7),
+    "kl_cov": KlCovLoss(kl_coef=0.7, share=0.3),
     "cross_entropy": CrossEntropyLoss(),
 }
 CORRECTIONS: dict[str, CorrectionConfig] = {
@@ -74,6 +78,7 @@ class Row:
     sampler: Tensor
     reference: Tensor
     advantage: Tensor
+    selected: Tensor
 
 
 # The plain formulas are those of the papers, of one row alone, without packing or shared code.
@@ -128,6 +133,16 @@ def dppo_term(row: Row, logprobs: Tensor, config: DppoLoss) -> Tensor:
     return -row.advantage * torch.exp(logprobs - row.behavior[row.mask]) * is_kept
 
 
+def clip_cov_term(row: Row, logprobs: Tensor, config: ClipCovLoss) -> Tensor:
+    clipped = clipped_term(row, logprobs, ClippedLoss(clip_low=config.clip_low, clip_high=config.clip_high))
+    return clipped * ~row.selected[row.mask]
+
+
+def kl_cov_term(row: Row, logprobs: Tensor, config: KlCovLoss) -> Tensor:
+    logs = logprobs - row.behavior[row.mask]
+    return -row.advantage * torch.exp(logs) + config.kl_coef * torch.abs(logs) * row.selected[row.mask]
+
+
 # (row, policy log-probs of its trained tokens, config) -> the policy term of each of these tokens.
 POLICY_TERMS: dict[str, Callable[..., Tensor]] = {
     "clipped": clipped_term,
@@ -136,6 +151,8 @@ POLICY_TERMS: dict[str, Callable[..., Tensor]] = {
     "sapo": sapo_term,
     "gmpo": gmpo_term,
     "dppo": dppo_term,
+    "clip_cov": clip_cov_term,
+    "kl_cov": kl_cov_term,
     "cross_entropy": cross_entropy_term,
 }
 
@@ -174,6 +191,7 @@ def row_inputs(
     importance: Sequence[float] | None = None,
     reference: Sequence[float] | None = None,
     entropy: Sequence[float] | None = None,
+    selected: Sequence[bool] | None = None,
 ) -> LossInputs:
     """Create inputs with behavior log-probs 0, policy log-probs log(ratio) and sampler log-probs -log(importance)."""
     policy = floats(ratios).log().requires_grad_()
@@ -186,6 +204,7 @@ def row_inputs(
         sampler_logprobs=None if importance is None else -floats(importance).log(),
         reference_logprobs=None if reference is None else floats(reference),
         entropy=None if entropy is None else floats(entropy).requires_grad_(),
+        selected=torch.tensor(selected if selected is not None else [False] * len(ratios), dtype=torch.bool),
     )
 
 

@@ -61,7 +61,8 @@ def batch(dtype: torch.dtype) -> list[Row]:
         mask = torch.rand(num_response, generator=generator) < (0.0 if index == UNTRAINED else 0.8)
         advantage = torch.randn((), generator=generator, dtype=torch.float64).to(dtype)
         behavior = own + noise[0]
-        rows.append(Row(prompt, response, mask, behavior, behavior + noise[2], own + noise[1], advantage))
+        columns = (mask, behavior, behavior + noise[2], own + noise[1], advantage)
+        rows.append(Row(prompt, response, *columns, selected=noise[1] > noise[2]))
     return rows
 
 

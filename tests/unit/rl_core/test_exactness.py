@@ -69,6 +69,7 @@ def packed_update(
             ),
             loss_mask=_concat([row.mask for row in members], torch.bool),
             response_lengths=response_lengths,
+            selected=_concat([row.selected for row in members], torch.bool),
         )
         loss, metrics = policy_loss(
             inputs,
@@ -172,6 +173,6 @@ def test_every_bound_is_exercised() -> None:
         for name, value in expected_update(algorithm, torch.float32)[2].items()
         if name.startswith(bounds)
     }
-    assert {name.split("/")[-1] for _, name in fractions} >= {"low", "high", "dual", "truncated", "masked"}
+    assert {name.split("/")[-1] for _, name in fractions} >= {"low", "high", "dual", "cov", "truncated", "masked"}
     assert all(0 < fraction < 1 for fraction in fractions.values()), fractions
     assert not all(bool(row.mask.all()) for row in batch(torch.float32))

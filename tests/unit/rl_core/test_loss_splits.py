@@ -42,6 +42,7 @@ def random_inputs(lengths: list[int], seed: int) -> dict[str, Tensor]:
     columns = {name: -torch.rand(num_tokens, generator=generator, dtype=torch.float64) for name in names}
     columns["advantages"] = torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
     columns["loss_mask"] = torch.rand(num_tokens, generator=generator) < 0.7
+    columns["selected"] = torch.rand(num_tokens, generator=generator) < 0.4
     columns["teacher_logprobs"] = -torch.rand(num_tokens, generator=generator, dtype=torch.float64)
     columns["teacher_top_logprobs"] = -2 - torch.rand(num_tokens, 3, generator=generator, dtype=torch.float64)
     return columns
@@ -168,6 +169,7 @@ def test_a_non_finite_value_makes_the_loss_nan(loss: LossConfig, column: str) ->
             response_lengths=torch.tensor([1, 1]),
             sampler_logprobs=columns["sampler"],
             reference_logprobs=columns["reference"],
+            selected=torch.tensor([True, True]),
         )
         # The reference is only reported here, and without a correction so is the sampler.
         assert not torch.isfinite(loss_of(inputs, 2, 2, loss, correction=correction)[0])

@@ -1,5 +1,6 @@
 """Policy losses and their aggregation, computed by hand."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,7 +8,18 @@ import pytest
 import torch
 
 from rl_core.losses import LossInputs
-from schemas.config.loss import Aggregation, CispoLoss, CrossEntropyLoss, DppoLoss, GmpoLoss, GspoLoss, SapoLoss
+from schemas.config.loss import (
+    Aggregation,
+    CispoLoss,
+    ClipCovLoss,
+    CrossEntropyLoss,
+    DppoLoss,
+    GmpoLoss,
+    GspoLoss,
+    KlCovLoss,
+    LossConfig,
+    SapoLoss,
+)
 from schemas.metrics import Max, Mean
 from tests.unit.rl_core.loss_inputs import (
     assert_mean,
@@ -172,6 +184,38 @@ def test_dppo_of_a_sure_token_and_without_a_sampler() -> None:
         assert loss_of(inputs, 1, 1, DppoLoss(divergence="kl"))[0].item() == expected
     with pytest.raises(ValueError, match=r'loss\.kind is "dppo", but the inputs lack sampler_logprobs'):
         loss_of(row_inputs([1.0], [1.0], [1]), 1, 1, DppoLoss())
+
+
+RATIOS, ADVANTAGES = np.array([2.0, 0.5, 1.1, 3.0, 0.9]), np.repeat([1.5, -1.0], [3, 2])
+SELECTED = np.array([True, False, True, False, True])
+
+
+def test_clip_cov_in_numpy() -> None:
+    # A = 1.5: r 2 would be clipped to 1.3, but is masked, as 1.1 is; 0.5 is neither. A = -1: 3 is neither, 0.9 masked.
+    inputs = row_inputs(RATIOS.tolist(), [1.5, -1.0], [3, 2], selected=SELECTED.tolist())
+    loss, metrics = loss_of(inputs, 5, 2, ClipCovLoss(clip_low=0.2, clip_high=0.3))
+    terms = np.where(SELECTED, 0.0, -ADVANTAGES * RATIOS)
+    assert loss.item() == pytest.approx(terms.sum() / 5)
+    assert gradient_of(inputs, loss) == pytest.approx(terms / 5)
+    assert metrics["clip_fraction/cov"] == Mean(total=3.0, weight=5)
+    assert metrics["clip_fraction/high"] == Mean(total=1.0, weight=5)  # of all tokens, also masked ones
+
+
+def test_kl_cov_in_numpy() -> None:
+    inputs = row_inputs(RATIOS.tolist(), [1.5, -1.0], [3, 2], selected=SELECTED.tolist())
+    loss, metrics = loss_of(inputs, 5, 2, KlCovLoss(kl_coef=0.3))
+    logs = np.log(RATIOS)
+    assert loss.item() == pytest.approx((-ADVANTAGES * RATIOS + 0.3 * SELECTED * np.abs(logs)).sum() / 5)
+    assert gradient_of(inputs, loss) == pytest.approx((-ADVANTAGES * RATIOS + 0.3 * SELECTED * np.sign(logs)) / 5)
+    assert metrics["clip_fraction/cov"] == Mean(total=3.0, weight=5)
+    assert "clip_fraction" not in metrics
+
+
+@pytest.mark.parametrize("config", [ClipCovLoss(), KlCovLoss()], ids=lambda config: config.kind)
+def test_a_loss_that_selects_needs_what_is_selected(config: LossConfig) -> None:
+    inputs = dataclasses.replace(row_inputs([1.0], [1.0], [1]), selected=None)
+    with pytest.raises(ValueError, match=rf'loss\.kind is "{config.kind}", but the inputs lack selected'):
+        loss_of(inputs, 1, 1, config)
 
 
 # With r = 1, a token's loss is -A.

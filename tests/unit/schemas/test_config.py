@@ -176,6 +176,24 @@ def test_muon_is_not_for_adapters(path: Path) -> None:
         load_config(path, ["optim.kind=muon", "model.lora.rank=2"])
 
 
+def test_losses_that_select_by_covariance_need_bounds_in_order_and_an_effect(path: Path) -> None:
+    assert load_config(path, ["loss.kind=clip_cov", "loss.cov_low=-1"]).scores_behavior
+    two = ["loss.kind=kl_cov", "optim.updates_per_step=2"]
+    assert load_config(path, two).loss.share == 2e-4  # type: ignore[union-attr]
+    for changes, problem in (
+        (["loss.kind=kl_cov"], "set optim.updates_per_step to 2 or more"),
+        ([*two, "loss.behavior=recompute"], "loss.behavior"),
+        ([*two, "loss.share=0"], "loss.share"),
+        ([*two, "loss.kl_coef=0"], "loss.kl_coef"),
+        (["loss.kind=clip_cov", "loss.share=1.1"], "loss.share"),
+        (["loss.kind=clip_cov", "loss.cov_low=5"], "cov_low = 5.0 must be below cov_high = 5.0"),
+        (["loss.kind=clip_cov", "loss.cov_high=inf"], "loss.cov_high"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, changes)
+        assert problem in str(caught.value)
+
+
 REUSE = ("correction.kind=truncated", "data.reuse.num_groups=2")
 OWN = (*REUSE, "data.reuse.max_age=3", "store.keep_steps=9")
 
