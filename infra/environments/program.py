@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from infra.environments.launch import ERROR_CHARACTERS, programs_folder, remove_folder
+from infra.environments.launch import ERROR_CHARACTERS, fill, programs_folder, remove_folder
 from infra.environments.sandbox import open_sandbox
 from infra.integrations.conversation import ChatError, Conversation, Request
 from infra.integrations.model_apis import MODEL, ModelApi, begin_task, complete, serve
@@ -89,7 +89,7 @@ class Program:
     Args:
         task: The data row, which the program reads as JSON from its standard input, with the seed.
         seed: The seed.
-        command: The program and its arguments, as its sandbox takes them.
+        command: The program and its arguments, as in the config.
         sandbox: Where it runs, as `infra.environments.sandbox.open_sandbox` takes it.
         parser: How calls are written, of `rl_core.environments.calls.PARSERS`.
         grader: Import path of a function of a `FinishedProgram`; None: the program prints its reward.
@@ -179,7 +179,7 @@ class Program:
         self._folder = Path(tempfile.mkdtemp(dir=programs_folder()))
         self._home.mkdir()
         launch = Launch(
-            command=self._command,
+            command=fill(self._command, self._task["info"]),
             variables=_variables(f"{self._sandbox.url(endpoint)}/{self._number}/v1", key),
             task=json.dumps({**self._task, "seed": self._seed}).encode(),
             home=self._home,

@@ -24,9 +24,10 @@ from infra.environments.launch import (
     RELAYED,
     close_off,
     end_of,
+    fill,
     is_in_use,
+    locate,
     programs_folder,
-    resolve,
     spawn,
     text_of,
 )
@@ -72,7 +73,7 @@ class LocalProcess:
     async def start(self, launch: Launch) -> None:
         limits = launch.memory_bytes, launch.file_bytes, launch.open_files
         home = {"HOME": str(launch.home), "TMPDIR": str(launch.home)}
-        command = resolve(launch.command)
+        command = locate(launch.command)
         if self._network != "host":
             relay = [sys.executable, "-I", "-S", "-c", LOOPBACK + RELAY, str(PORT), launch.endpoint.socket]
             command = [*relay, *command]
@@ -338,7 +339,7 @@ def check_sandbox(settings: Mapping[str, Any], command: Sequence[str]) -> None:
     if settings["kind"] == "container":
         runtime(settings["program"]).check(settings["image"], settings["network"])
     elif settings["kind"] == "process":
-        if shutil.which(program := resolve(command)[0]) is None:
+        if shutil.which(program := locate(fill(command[:1], {}))[0]) is None:
             raise ConfigError(
                 f"environment.command: there is no program {program!r} on {platform.node()}; name one on PATH, or a "
                 "path from the run's working directory, of a file that may be executed"

@@ -42,6 +42,22 @@ def test_a_programs_first_request_is_the_prompt_and_what_it_prints_the_reward(tm
         assert (reply.reward, reply.done, reply.failure) == (0.0, True, None)
 
 
+def test_values_of_the_data_row_are_one_argument_each_and_no_shell_reads_them(tmp_path: Path) -> None:
+    script = str(program(tmp_path, "say(json.dumps(sys.argv[1:]))\nask()\nfinish(1.0)").command[1])
+    command = ["{python}", script, "--task={info.task}", "{info.levels}", "{info.task}{info.on}", "{workdir}", "{info}"]
+    info = {"task": "a b; echo $HOME {python} {info.on}\n", "levels": [1, "x"], "on": True, "none": None}
+    environment = program_at(Path(script), command=command)
+    lacking = program_at(Path(script), command=["{python}", script, "{info.none}"])
+    with started(environment) as pool:
+        said = json.loads(begin(pool, row(**info))[0].observations[-1])
+        text = info["task"]
+        assert said == [f"--task={text}", '[1, "x"]', f"{text}true", os.getcwd(), "{info}"]
+    with started(lacking) as pool:
+        message = failure(begin(pool, row(**info))[0])
+        assert "command has {info.none}, but the info of the data row" in message
+        assert "has levels, on, task; name one of these, or add 'none' to" in message
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [

@@ -484,6 +484,7 @@ def test_a_class_of_the_users_is_a_sandbox(tmp_path: Path, monkeypatch: pytest.M
             "command has {python}, which is not in",
         ),
         ({"kind": "class", "path": "a:B"}, ["{workdir}/a"], "command has {workdir}, which is not in"),
+        ({"kind": "process"}, ["{workdir}/{info.agent}"], "would be another program for each data row"),
         ({"kind": "container"}, ["a"], "image"),
         ({"kind": "container", "image": "--privileged"}, ["a"], "image"),
         ({"kind": "container", "image": "a", "options": ["-d"]}, ["a"], "'-d' is not of the form --name=value"),
