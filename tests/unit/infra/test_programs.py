@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,8 +14,10 @@ import pytest
 
 from infra.environments.pool import Reply
 from infra.environments.program import write_turn
+from infra.environments.sandbox import check_sandbox
 from infra.integrations.conversation import Conversation, Request
-from tests.support.programs import begin, failure, program, program_at, row, started, turns
+from schemas.errors import ConfigError
+from tests.support.programs import PRELUDE, begin, failure, program, program_at, row, started, turns
 from tests.support.progress import wait_until
 from tests.support.reward_pools import wait_for_exit
 
@@ -40,6 +44,24 @@ def test_a_programs_first_request_is_the_prompt_and_what_it_prints_the_reward(tm
         assert turns(pool, {0: "4"})[0].observations == ("no, 4 is wrong",)
         reply = turns(pool, {0: "6"})[0]
         assert (reply.reward, reply.done, reply.failure) == (0.0, True, None)
+
+
+def test_a_programs_interpreter_may_be_one_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "agent-venv"], check=True)
+    (packages,) = tmp_path.glob("agent-venv/lib/python*/site-packages")
+    code = 'def main(level):\n    say(f"{sys.prefix}, level {level}")\n    ask()\n    finish(1.0)\n'
+    (packages / "my_agent.py").write_text(PRELUDE + code + 'if __name__ == "__main__":\n    main(sys.argv[1])\n')
+    python = "agent-venv/bin/python"
+    for arguments in (["-m", "my_agent", "{info.level}"], ["-c", "import my_agent; my_agent.main(3)"]):
+        check_sandbox({"kind": "process", "network": "host"}, [python, *arguments])
+        with started(program_at(Path("none"), command=[python, *arguments])) as pool:
+            assert begin(pool, row(level=3))[0].observations[-1] == f"{tmp_path}/agent-venv, level 3"
+            assert turns(pool, ["x"])[0].reward == 1.0
+    for path in tmp_path.glob("agent-venv/bin/python*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match=f"there is no program '{tmp_path}/{python}' on "):
+        check_sandbox({"kind": "process", "network": "host"}, [python, "-m", "my_agent"])
 
 
 def test_values_of_the_data_row_are_one_argument_each_and_no_shell_reads_them(tmp_path: Path) -> None:
