@@ -422,6 +422,9 @@ class Episodes:
                 raise ChatTemplateError(f"the answer follows turn {reply.after}, but there are {len(row.turns)}")
             parent, row.tools = row.end_of(reply.after or len(row.turns))
             bridge = dialogue.bridge(reply.role, reply.observations, int(row.tokens[parent]), row.tools)
+            if reply.after:
+                num_common, parent = row.find_beginning(bridge, parent)
+                bridge = bridge[num_common:]
         if parent != len(row.tokens) - 1 and (fault := self._branch_fault()) is not None:
             raise ChatTemplateError(f"the trajectory branches, but {fault}")
         return bridge, parent

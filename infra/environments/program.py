@@ -31,7 +31,7 @@ from rl_core.user_code import import_user_module
 from schemas.errors import EnvironmentImportError
 
 # What a request may set besides messages and model.
-SETTINGS = ("stream", "stream_options", "tools", "user", "metadata", "stop", "logprobs")
+SETTINGS = ("stream", "stream_options", "tools", "user", "metadata", "stop", "logprobs", "n")
 MAX_FILE_BYTES = 2**30
 OUTPUT_BYTES = 2**16  # of the end of what is printed
 

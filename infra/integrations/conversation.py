@@ -31,6 +31,7 @@ _WITHOUT_EFFECT: Mapping[str, Any] = {
     "parallel_tool_calls": True,
     "response_format": {"type": "text"},
 }
+MAX_CHOICES = 128  # of a request, as many as OpenAI's API gives
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
@@ -115,18 +116,19 @@ class Request(NamedTuple):
 
 
 class _Asked:
-    """A request, and the turn that answers it.
+    """A request, or one of those that a request for several choices stands for, and the turn that answers it.
 
     Attributes:
         messages: Its chat.
         tools: Its tools.
         sampling: What it says of its turn.
+        choice: Which of its choices the turn is, from 0 on.
         turn: The turn.
         came_at: When it came, in the event loop's time.
     """
 
-    def __init__(self, messages: list[Message], tools: list[Any], sampling: dict[str, Any]) -> None:
-        self.messages, self.tools, self.sampling = messages, tools, sampling
+    def __init__(self, messages: list[Message], tools: list[Any], sampling: dict[str, Any], choice: int) -> None:
+        self.messages, self.tools, self.sampling, self.choice = messages, tools, sampling, choice
         loop = asyncio.get_running_loop()
         self.turn: asyncio.Future[Turn] = loop.create_future()
         self.came_at = loop.time()
@@ -134,7 +136,12 @@ class _Asked:
     @property
     def identity(self) -> tuple[Any, ...]:
         """What tells it from others."""
-        return self.messages, self.tools, self.sampling
+        return self.messages, self.tools, self.sampling, self.choice
+
+    @property
+    def place(self) -> tuple[list[str], int]:
+        """Its place in the order of requests that wait: that of their texts, and of their choices."""
+        return [*map(repr, (self.messages, self.tools, self.sampling))], self.choice
 
     @property
     def chat(self) -> list[Message]:
@@ -188,8 +195,8 @@ class Conversation:
             if not any(later[: len(chat)] == chat for later in chats[at:])
         ]
 
-    def ask(self, body: Any, owner: str = "") -> "asyncio.Future[Turn]":
-        """Return the turn that a request asks for: a new one, or, if it was asked for before, the same again.
+    def ask(self, body: Any, owner: str = "") -> "list[asyncio.Future[Turn]]":
+        """Return the turns that a request asks for: new ones, or, where they were asked for before, the same again.
 
         Args:
             body: The request's.
@@ -207,16 +214,18 @@ class Conversation:
                     "environment but one a client and a model of its own, and set its retries to 0"
                 )
             self.owner = owner
-            asked = self._read(body)
-            for before in reversed(self._asked):
-                if before.identity == asked.identity:
+            turns = list[asyncio.Future[Turn]]()
+            for asked in self._read(body):
+                known = next((before for before in reversed(self._asked) if before.identity == asked.identity), None)
+                if known is None:
+                    self._check(asked.messages)
+                    self._asked.append(asked)
+                    self._pending.append(asked)
+                    self._news.set()
+                elif asked.choice == 0:
                     self.count("repeated")
-                    return before.turn
-            self._check(asked.messages)
-            self._asked.append(asked)
-            self._pending.append(asked)
-            self._news.set()
-            return asked.turn
+                turns.append((known or asked).turn)
+            return turns
         except ChatError as error:
             self.fail(error)
             raise
@@ -276,7 +285,7 @@ class Conversation:
         if ended.done():
             return None
         chosen = [asked for asked in self._pending if is_expected is None or is_expected(self._request_of(asked))]
-        self._current = min(chosen or self._pending, key=lambda asked: [*map(repr, asked.identity)])
+        self._current = min(chosen or self._pending, key=lambda asked: asked.place)
         self._pending.remove(self._current)
         return self._request_of(self._current)
 
@@ -357,8 +366,8 @@ class Conversation:
                 f"the first request adds messages of roles {', '.join(roles)}; all must be of one, and not the model's"
             )
 
-    def _read(self, body: Any) -> _Asked:
-        """Return a request.
+    def _read(self, body: Any) -> list[_Asked]:
+        """Return a request, once for each choice that it asks for.
 
         Raises:
             ChatError: It is none, or sets what only the run's config may.
@@ -378,7 +387,11 @@ class Conversation:
             raise ChatError(f"{self._asker} asks its model without a list of messages")
         read = (_read_message(at, message) for at, message in enumerate(messages))
         chat = [message._replace(content=self._texts.setdefault(message.content, message.content)) for message in read]
-        return _Asked(chat, self._read_tools(body.get("tools") or []), self._read_sampling(body))
+        tools, sampling = self._read_tools(body.get("tools") or []), self._read_sampling(body)
+        count = 1 if body.get("n") is None else body["n"]
+        if count not in range(1, MAX_CHOICES + 1):
+            raise ChatError(f"{self._asker} asks its model with n = {count!r:.80}, expected 1 to {MAX_CHOICES}")
+        return [_Asked(chat, tools, sampling, choice) for choice in range(int(count))]
 
     def _read_sampling(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a request says of its turn, without what the run's settings say, too."""

@@ -201,7 +201,7 @@ def test_a_program_leaves_its_chat_and_comes_back(tmp_path: Path) -> None:
         f"{begin}five{bridge.format('go on')}",
     ]
     tokenizer, prompt_ids = make_tokenizer(), make_tokenizer()(begin)["input_ids"]
-    begun = [", in short<|assistant|>", *map(bridge.removeprefix("<|end|>").format, ("again", "well?"))]
+    begun = [", in short<|assistant|>", "again<|assistant|>", "<|user|>well?<|assistant|>"]
     begun.append(engine.prompts[-1].removeprefix("<|user|>2 + 3 =<|assistant|>"))
     assert row.num_branch_tokens == sum(len(tokenizer(text)["input_ids"]) for text in begun)
     between = [turn.num_bridge_tokens for turn in row.turns]
@@ -214,6 +214,27 @@ def test_a_program_leaves_its_chat_and_comes_back(tmp_path: Path) -> None:
     assert len(row.token_ids) < len(np.concatenate(paths)) / 2  # each token is there once
     sampled = tokenizer.decode(row.token_ids[row.loss_mask])
     assert sampled == "".join(f"{letter}<|end|>" for letter in "abcdefg")
+
+
+CHOOSING = """
+    for text in ("go on", "so"):
+        choices = json.loads(post({"messages": messages, "n": 2})[1])["choices"]
+        messages += [choices[1]["message"], {"role": "user", "content": text}]
+    ask()
+    finish(1.0)
+"""
+
+
+def test_choices_have_all_that_is_before_them_in_common(tmp_path: Path) -> None:
+    engine = GivenTurns([list("abcde")])
+    (row,) = play(engine, ["5"], program(tmp_path, CHOOSING, max_turns=5))
+    assert (row.failure, row.end, row.reward, row.num_branches, row.num_branch_tokens) == (None, "done", 1.0, 2, 0)
+    begin, bridge = "<|user|>2 + 3 =<|assistant|>", "<|end|><|user|>{}<|assistant|>"
+    second = f"{begin}b{bridge.format('go on')}"
+    assert engine.prompts == [begin, begin, second, second, f"{second}d{bridge.format('so')}"]
+    whole, mask = make_tokenizer().decode(row.token_ids), make_tokenizer().decode(row.token_ids[row.loss_mask])
+    assert whole == "a<|end|>b<|end|><|user|>go on<|assistant|>c<|end|>d<|end|><|user|>so<|assistant|>e<|end|>"
+    assert mask == "a<|end|>b<|end|>c<|end|>d<|end|>e<|end|>"
 
 
 LIMITED = """

@@ -88,7 +88,11 @@ def test_values_of_the_data_row_are_one_argument_each_and_no_shell_reads_them(tm
         ("ask(tools=[{'type': 'custom'}])", "with tools that are not functions"),
         ("ask(tools=[{'type': 'function', 'function': {'name': '\\ud800'}}])", "with tools that can't be encoded"),
         ("say('x', role='\\ud800')\n    ask()", "message 1 of a request has the role '\\ud800'"),
-        ("ask(n=2)", "n = 2 instead of 1"),
+        ("ask(n=0)", "n = 0, expected 1 to 128"),
+        ("ask(n=129)", "n = 129, expected 1 to 128"),
+        ("ask(n=1.5)", "n = 1.5, expected 1 to 128"),
+        ("post({'input': 'x', 'n': 2}, path='responses')", "n = 2, but only chat completions have several choices"),
+        ("post({'messages': messages, 'n': 2}, path='messages')", "n = 2, but only chat completions have several"),
         ("ask(max_tokens=0)", "max_tokens = 0 instead of 256"),
         ("ask(stop=['a', ''])", "stop = ['a', ''], expected texts that aren't empty"),
         ("ask(stop='\\ud800')", "a text with the lone surrogate '\\ud800'"),
@@ -308,6 +312,41 @@ def test_what_was_asked_for_before_the_end_is_not_sampled() -> None:
     first, second = asyncio.run(ask())
     assert isinstance(first, Request)
     assert (first.messages[0].content, second) == ("a", None)
+
+
+CHOICES = """
+    ask()
+    say("x")
+    body = {"messages": messages, "n": 3}
+    whole = json.loads(post(body)[1])
+    same = post(body)[1] == post(body)[1]
+    said = [choice["message"]["content"] for choice in whole["choices"]]
+    stream = post(body | {"stream": True, "stream_options": {"include_usage": True}})[1].decode()
+    chunks = [json.loads(part.removeprefix("data: ")) for part in stream.split("\\n\\n")[:-2]]
+    streamed = ["", "", ""]
+    for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
+        streamed[choice["index"]] += choice["delta"].get("content", "")
+    fewer = json.loads(post(body | {"n": 2})[1])["choices"]
+    messages.append(whole["choices"][1]["message"])
+    say(json.dumps([said, streamed == said, same, fewer == whole["choices"][:2], whole["usage"], chunks[-1]["usage"]]))
+    ask()
+    finish(1.0)
+"""
+
+
+def test_each_choice_is_a_turn_after_the_same_chat(tmp_path: Path) -> None:
+    with started(program(tmp_path, CHOICES)) as pool:
+        begin(pool)
+        assert (turns(pool, ["one"])[0].observations, turns(pool, ["a"])[0].after) == (("x",), 1)
+        os.kill(pool.pids[0], 9)  # when two choices are left
+        reply = turns(pool, ["bc"])[0]
+        assert (reply.failure, reply.observations, reply.after) == (None, ("x",), 1)
+        reply = turns(pool, ["def"])[0]
+        assert reply.after == 3  # after the second choice, of three
+        said, *are_same, usage, streamed = json.loads(reply.observations[0])
+        assert (said, are_same) == (["a", "bc", "def"], [True, True, True])
+        assert usage == streamed == {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
+        assert turns(pool, ["end"])[0].reward == 1.0
 
 
 def test_a_request_may_follow_an_earlier_turn(tmp_path: Path) -> None:
