@@ -91,7 +91,8 @@ def environment_class(config: EnvironmentConfig, rollout: EngineRollout) -> Envi
     if isinstance(config, ProgramEnvironment):
         arguments: dict[str, Any] = {"command": list(config.command), "sandbox": config.sandbox.model_dump(mode="json")}
         arguments |= {"parser": config.parser, "grader": config.grader, "memory_bytes": config.memory_bytes}
-        return EnvironmentClass(_PROGRAM, config, {**arguments, "sampling": _sampling(config, rollout)})
+        arguments |= {"sampling": _sampling(config, rollout), "is_ordered": config.resume_rows != "as_ready"}
+        return EnvironmentClass(_PROGRAM, config, arguments)
     return EnvironmentClass(config.path, config, config.arguments)
 
 

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from infra.environments.launch import ERROR_CHARACTERS, fill, programs_folder, remove_folder
-from infra.environments.sandbox import open_sandbox
+from infra.environments.sandbox import LocalProcess, open_sandbox
 from infra.integrations.conversation import ChatError, Conversation, Request
 from infra.integrations.model_apis import MODEL, ModelApi, begin_task, complete, serve
 from infra.processes import take_all_files
@@ -34,6 +34,9 @@ from schemas.errors import EnvironmentImportError
 SETTINGS = ("stream", "stream_options", "tools", "user", "metadata", "stop", "logprobs", "n")
 MAX_FILE_BYTES = 2**30
 OUTPUT_BYTES = 2**16  # of the end of what is printed
+# How long a program that has asked may take until all of its threads wait, between two looks at them, and how many
+# rounds of the event loop it takes to read what came before the first look, and to send what was answered before.
+REST_SECONDS, REST_POLL_SECONDS, REST_ROUNDS = 5.0, 0.005, 16
 
 
 class Gateway:
@@ -95,6 +98,7 @@ class Program:
         grader: Import path of a function of a `FinishedProgram`; None: the program prints its reward.
         memory_bytes: Most memory that it has.
         sampling: What its requests may set to this value only.
+        is_ordered: Whether parallel requests are answered in an order of their own, not in that in which they come.
 
     Raises:
         EnvironmentImportError: The grader or the user's sandbox can't be imported, or is none.
@@ -111,12 +115,14 @@ class Program:
         grader: str | None,
         memory_bytes: int,
         sampling: Mapping[str, Any],
+        is_ordered: bool,
     ) -> None:
         self.role = "user"
         self._task, self._seed, self._memory_bytes = task, seed, memory_bytes
         self._command, self._sandbox = command, open_sandbox(**sandbox)
         self._grade = None if grader is None else load_grader(grader)
         self._conversation = Conversation("the program", None, SETTINGS, sampling, parser)
+        self._rests = is_ordered
         self._is_expected: Callable[[Any, str], bool] | None = None
         self._number: str | None = None
         self._folder: Path | None = None
@@ -158,7 +164,23 @@ class Program:
         """Return what the program asks next; None if it has ended."""
         is_expected, self._is_expected = self._is_expected, None
         known = None if is_expected is None else lambda request: is_expected(*observe(request))
-        return await self._conversation.next_request(self._end_of_program(), known)
+        return await self._conversation.next_request(self._end_of_program(), known, self._settle)
+
+    async def _settle(self) -> None:
+        """Wait until all threads of the program wait: what they were to ask by themselves is there then.
+
+        One that doesn't come to rest is not waited for again.
+        """
+        loop, before = asyncio.get_running_loop(), None
+        until = loop.time() + REST_SECONDS
+        while self._rests and isinstance(self._sandbox, LocalProcess):
+            counts = self._sandbox.count_sleeps()
+            if counts is not None and counts == before:
+                return
+            before, self._rests = counts, loop.time() < until
+            await asyncio.sleep(REST_POLL_SECONDS)
+            for _ in range(REST_ROUNDS):
+                await asyncio.sleep(0)
 
     async def close(self) -> None:
         """Kill the program with what it has started, and remove its folder."""

@@ -31,7 +31,7 @@ from infra.environments.launch import (
     spawn,
     text_of,
 )
-from infra.processes.isolated import kill_all
+from infra.processes.isolated import count_sleeps, kill_all
 from rl_core.environments.base import Endpoint, Launch, Sandbox
 from rl_core.user_code import import_user_module
 from schemas.errors import ConfigError, EnvironmentImportError, ServiceError
@@ -85,6 +85,10 @@ class LocalProcess:
         kill_all(self._process)  # what it has left running
         code: int = self._process.returncode
         return code
+
+    def count_sleeps(self) -> dict[str, str] | None:
+        """Return how often its threads have stopped running; None if one of them runs now."""
+        return {} if self._process is None else count_sleeps(self._process.pid)
 
     async def kill(self) -> None:
         if self._process is not None:

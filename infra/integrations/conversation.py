@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -262,7 +262,10 @@ class Conversation:
         self._counts["seconds"] += asyncio.get_running_loop().time() - asked.came_at
 
     async def next_request(
-        self, ended: "asyncio.Future[Any]", is_expected: Callable[[Request], bool] | None = None
+        self,
+        ended: "asyncio.Future[Any]",
+        is_expected: Callable[[Request], bool] | None = None,
+        settle: Callable[[], Awaitable[None]] | None = None,
     ) -> Request | None:
         """Return what the model is asked next; None if what asks has ended, whatever it has asked for before.
 
@@ -273,15 +276,20 @@ class Conversation:
             ended: Done when what asks has ended.
             is_expected: Tells whether a request is the one that came next when the same was asked before. It is waited
                 for, `EXPECTED_SECONDS` at most from another one on. None: any is.
+            settle: Waits, once there is a request, until those that are on their way have come; None: it isn't known.
 
         Raises:
             ChatError: The trajectory has failed.
         """
         await self._wait_for_news(ended, lambda: self._pending)
+        if settle is not None and not ended.done():
+            await settle()
         if is_expected is not None and not ended.done():
             news = self._wait_for_news(ended, lambda: any(map(is_expected, map(self._request_of, self._pending))))
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(news, EXPECTED_SECONDS)
+        if self._failure is not None:
+            raise self._failure
         if ended.done():
             return None
         chosen = [asked for asked in self._pending if is_expected is None or is_expected(self._request_of(asked))]

@@ -299,6 +299,36 @@ def test_parallel_requests_are_answered_in_the_same_order_when_a_program_is_star
         assert turns(pool, ["4"])[0].reward == 1.0
 
 
+AT_ONCE = """
+    from concurrent.futures import ThreadPoolExecutor
+    def agent(name):
+        answer = json.loads(post({"messages": [{"role": "user", "content": name}]})[1])
+        return answer["choices"][0]["message"]["content"]
+    def work(seconds):
+        began = time.thread_time()
+        while time.thread_time() < began + seconds:
+            pass
+    with ThreadPoolExecutor(4) as threads:
+        asked = []
+        for name in "DBCA":  # the first ones have come when the others are asked for
+            asked.append(threads.submit(agent, name))
+            work(0.05)
+        say(" ".join(each.result() for each in asked))
+    ask()
+    finish(1.0)
+"""
+
+
+def test_parallel_requests_are_answered_in_an_order_of_their_own(tmp_path: Path) -> None:
+    with started(program(tmp_path, AT_ONCE)) as pool:
+        asked = [begin(pool)[0].observations]
+        asked += [turns(pool, [str(number)])[0].observations for number in range(3)]
+        assert asked == [("A",), ("B",), ("C",), ("D",)]
+        assert turns(pool, ["3"])[0].observations == ("Begin.", "3 1 2 0")
+    with started(program(tmp_path, AT_ONCE, resume_rows="as_ready")) as pool:
+        assert begin(pool)[0].observations == ("D",)
+
+
 def test_what_was_asked_for_before_the_end_is_not_sampled() -> None:
     async def ask() -> tuple[object, object]:
         conversation, ended = Conversation("it"), asyncio.get_running_loop().create_future()
