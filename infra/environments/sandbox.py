@@ -60,11 +60,11 @@ class LocalProcess:
     """A process of this machine, in a group of its own, with the run's user and environment variables, and limits.
 
     Args:
-        network: "host": the machine's; "none": one of its own.
+        network: "host": the machine's; "none": one of its own; "auto": of its own where the kernel allows that.
     """
 
     def __init__(self, network: str = "host") -> None:
-        self._network = network
+        self._network = ("host" if network_fault() else "none") if network == "auto" else network
         self._process: subprocess.Popen[bytes] | None = None
 
     def url(self, endpoint: Endpoint) -> str:
@@ -333,6 +333,13 @@ def open_sandbox(kind: str, **settings: Any) -> Sandbox:
     return made
 
 
+@functools.cache
+def network_fault() -> str:
+    """Return why a process of this machine can't have a network of its own; empty if it can."""
+    ended = subprocess.run([sys.executable, "-I", "-S", "-c", LOOPBACK], stderr=subprocess.PIPE)
+    return text_of(ended.stderr) if ended.returncode else ""
+
+
 def check_sandbox(settings: Mapping[str, Any], command: Sequence[str]) -> None:
     """Check that this machine can start a program; a user's class shows that when it does.
 
@@ -348,10 +355,13 @@ def check_sandbox(settings: Mapping[str, Any], command: Sequence[str]) -> None:
                 f"environment.command: there is no program {program!r} on {platform.node()}; name one on PATH, or a "
                 "path from the run's working directory, of a file that may be executed"
             )
-        tried = [sys.executable, "-I", "-S", "-c", LOOPBACK]
-        if settings["network"] != "host" and (ended := subprocess.run(tried, stderr=subprocess.PIPE)).returncode != 0:
+        if settings["network"] == "auto":
+            fault = network_fault()
+            level, found = (logging.WARNING, f"host, as {fault}") if fault else (logging.INFO, "none")
+            logger.log(level, 'environment.sandbox.network = "auto" on %s: %s', platform.node(), found)
+        if settings["network"] == "none" and (fault := network_fault()):
             raise ConfigError(
-                f'environment.sandbox.network = "none" on {platform.node()}: {text_of(ended.stderr)}; let users make '
+                f'environment.sandbox.network = "none" on {platform.node()}: {fault}; let users make '
                 "namespaces there (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), or "
                 'set environment.sandbox.kind = "container"'
             )

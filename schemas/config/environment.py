@@ -108,8 +108,8 @@ class ProcessSandbox(FrozenConfig):
     kind: Literal["process"] = "process"
     """Selects a process."""
 
-    network: Literal["host", "none"] = "host"
-    """`host` is the machine's network; `none` has the model's API only, where the kernel lets users make namespaces."""
+    network: Literal["host", "none", "auto"] = "host"
+    """`host`: the machine's; `none`: the model's API only; `auto`: `none` where the kernel lets users, else `host`."""
 
 
 class ContainerSandbox(FrozenConfig):
