@@ -94,7 +94,7 @@ class Program:
         seed: The seed.
         command: The program and its arguments, as in the config.
         sandbox: Where it runs, as `infra.environments.sandbox.open_sandbox` takes it.
-        parser: How calls are written, of `rl_core.environments.calls.PARSERS`.
+        parser: How calls are written, of `rl_core.environments.calls.PARSERS`, or "template": turns are read before.
         grader: Import path of a function of a `FinishedProgram`; None: the program prints its reward.
         memory_bytes: Most memory that it has.
         sampling: What its requests may set to this value only.
@@ -121,7 +121,8 @@ class Program:
         self._task, self._seed, self._memory_bytes = task, seed, memory_bytes
         self._command, self._sandbox = command, open_sandbox(**sandbox)
         self._grade = None if grader is None else load_grader(grader)
-        self._conversation = Conversation("the program", None, SETTINGS, sampling, parser)
+        own = None if parser == "template" else parser
+        self._conversation = Conversation("the program", None, SETTINGS, sampling, own)
         self._rests = is_ordered
         self._is_expected: Callable[[Any, str], bool] | None = None
         self._number: str | None = None

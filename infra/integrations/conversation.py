@@ -157,7 +157,7 @@ class Conversation:
         prompt: What the first request begins with; None: it has the whole prompt.
         settings: What a request may set besides messages and model: anything.
         values: What it may set to one value only, that of the run; or, of a limit of tokens, to any.
-        parser: How the model writes calls.
+        parser: How the model writes calls; None: it has none but those that `answer` is given.
 
     Attributes:
         owner: Who asks, once somebody has.
@@ -169,7 +169,7 @@ class Conversation:
         prompt: Sequence[Message] | None = None,
         settings: Collection[str] = (),
         values: Mapping[str, Any] | None = None,
-        parser: str = "hermes",
+        parser: str | None = "hermes",
     ) -> None:
         self._parser = parser
         self._prompt = None if prompt is None else [_stripped(*message) for message in prompt]
@@ -238,6 +238,7 @@ class Conversation:
         stop: str = "",
         is_cut: bool = False,
         logprobs: Sequence[tuple[str, float]] = (),
+        parsed: Mapping[str, Any] | None = None,
     ) -> None:
         """Give the model's turn to who asked for it: the request that `next_request` has returned.
 
@@ -247,6 +248,7 @@ class Conversation:
             stop: The stop string that has ended it; or none.
             is_cut: Whether the request's limit of tokens has.
             logprobs: The text and the log-prob of each token, if the request asks for them.
+            parsed: What `rl_core.rollout.chat.ChatTemplate.parse` reads in the text; None: it is read here.
 
         Raises:
             ChatError: The trajectory has failed.
@@ -257,7 +259,10 @@ class Conversation:
         assert asked is not None, "a turn that nobody asked for"
         self._answered.append(asked)
         number = len(self._answered)
-        message, reasoning = _read_turn(text, number, self._parser if asked.tools else None)
+        if parsed is None:
+            message, reasoning = _read_turn(text, number, self._parser if asked.tools else None)
+        else:
+            message, reasoning = _with_calls(parsed["content"], parsed["calls"], number), parsed["reasoning"]
         asked.turn.set_result(Turn(number, message, reasoning, usage, stop, is_cut, logprobs))
         self._counts["seconds"] += asyncio.get_running_loop().time() - asked.came_at
 
@@ -460,8 +465,13 @@ def _read_turn(action: str, number: int, parser: str | None) -> tuple[Message, s
     if not calls or len(calls) < len(parsed):
         return _stripped("assistant", answer), reasoning
     content = "" if parser == "json" else answer.partition("<tool_call>")[0].strip()
-    numbered = ((f"call-{number}-{at}", call.name, call.arguments) for at, call in enumerate(calls, start=1))
-    return Message("assistant", content, tuple(numbered)), reasoning
+    return _with_calls(content, calls, number), reasoning
+
+
+def _with_calls(content: str, calls: Sequence[Call], number: int) -> Message:
+    """Return a turn as a message with calls of tools, whose ids are made of its number."""
+    numbered = ((f"call-{number}-{at}", name, arguments) for at, (name, arguments) in enumerate(calls, start=1))
+    return _stripped("assistant", content, tuple(numbered))
 
 
 def _read_message(at: int, message: Any) -> Message:

@@ -174,8 +174,8 @@ class ProgramEnvironment(TurnLimits):
     command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
     """The program and its arguments, with `{info.NAME}` of the data row; of a process, also `{workdir}`, `{python}`."""
 
-    parser: Literal["hermes", "json"] = "hermes"
-    """How calls of the program's tools are written, see that of tools; with `json`, a turn has one."""
+    parser: Literal["hermes", "json", "template"] = "hermes"
+    """How calls are written, see that of tools; with `template`, as the tokenizer's `response_template` says."""
 
     grader: ImportPath | None = None
     """Import path of a function that rewards a trajectory, `module:function`; None: what the program prints."""
