@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from infra.datasets import PromptRow
 from infra.environments.slot import Reply
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.control_tokens import Messages
-from schemas.config.environment import EnvironmentConfig, ToolsEnvironment
+from schemas.config.environment import EnvironmentConfig, ProgramEnvironment, ToolsEnvironment
 from schemas.errors import ChatTemplateError
 
 MAX_CHATS = 256  # with tools of a program, each of which is a chat template of its own
@@ -145,17 +146,24 @@ class Dialogue:
         chat: The chat template, with the environment's tools.
         max_prompt_tokens: The longest prompt, with what the environment's reset adds to it.
 
+    Attributes:
+        config: The environment.
+        reads_turns: Whether the tokenizer reads the calls in turns.
+
     Raises:
         ChatTemplateError: The model's chat template can't continue a chat with messages of tools. Whether it can with
-            those of a class is known once that has named their role.
+            those of a class is known once that has named their role. Or it doesn't say how calls are written.
     """
 
     def __init__(self, config: EnvironmentConfig, chat: ChatTemplate, max_prompt_tokens: int) -> None:
         self.config, self._own_chat, self._max_prompt_tokens = config, chat, max_prompt_tokens
         self._chat = lru_cache(MAX_CHATS)(self._make_chat)  # by the tools that an environment's reset has added
         self._bridge = lru_cache(MAX_CHATS)(self._make_bridge)
+        self.reads_turns = isinstance(config, ProgramEnvironment) and config.parser == "template"
         if self.has_tools:
             self.check("tool")
+        if self.reads_turns:
+            chat.check_response_template()
 
     @property
     def has_tools(self) -> bool:
@@ -212,6 +220,10 @@ class Dialogue:
             ChatTemplateError: The chat template can't write the observations.
         """
         return self._bridge(role, tools).encode(observations, last_id)
+
+    def parse(self, turn: str, before: str, tools: str) -> dict[str, Any] | None:
+        """Return a turn of a chat with these tools as the tokenizer reads it (`ChatTemplate.parse`)."""
+        return self._chat(tools).parse(turn, before)
 
     def _make_chat(self, tools: str) -> ChatTemplate:
         return self._own_chat.with_tools(json.loads(tools)) if tools else self._own_chat

@@ -370,8 +370,13 @@ class Episodes:
         num_tokens, is_cut = len(turn.token_ids), turn.finish_reason == "length"
         texts = [self._text(turn.token_ids[at : at + 1]) for at in range(num_tokens)] if asked.logprobs else []
         logprobs = [*zip(texts, turn.logprobs.tolist(), strict=False)]
-        before = len(row.context) - num_tokens
-        return write_turn(text[:end], before, num_tokens, stop=stop, is_cut=is_cut, logprobs=logprobs)
+        before, parsed = row.context[: len(row.context) - num_tokens], None
+        if dialogue.reads_turns:
+            parsed = dialogue.parse(text[:end] if stop else self._text(turn.token_ids), self._text(before), row.tools)
+            if parsed is not None and parsed["calls"] and (stop or is_cut):  # the last call may be half of one
+                parsed = None
+        ending = {"stop": stop, "is_cut": is_cut, "logprobs": logprobs, "parsed": parsed}
+        return write_turn(text[:end], len(before), num_tokens, **ending)
 
     def _answer(
         self, row: TrajectoryBuilder, dialogue: Dialogue, reply: Reply, limit: int
@@ -416,6 +421,9 @@ class Episodes:
                 raise ChatTemplateError(f"the answer follows turn {reply.after}, but there are {len(row.turns)}")
             parent, row.tools = row.end_of(reply.after or len(row.turns))
             bridge = dialogue.bridge(reply.role, reply.observations, int(row.tokens[parent]), row.tools)
+            if reply.after:
+                num_common, parent = row.find_beginning(bridge, parent)
+                bridge = bridge[num_common:]
         if parent != len(row.tokens) - 1 and (fault := self._branch_fault()) is not None:
             raise ChatTemplateError(f"the trajectory branches, but {fault}")
         return bridge, parent

@@ -7,7 +7,9 @@ started before it, passes that on to the Unix socket of the endpoint, which a co
 import asyncio
 import fcntl
 import functools
+import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -16,15 +18,18 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from infra.processes import lifeline
 from infra.processes.isolated import kill_marked
 from rl_core.environments.base import Launch
+from schemas.errors import ConfigError
 
 PORT = 8411  # of the relay
 RELAYED = f"http://127.0.0.1:{PORT}"
 ERROR_CHARACTERS = 600
 FOLDERS = "sluice-programs"  # how those of all processes begin
+_PLACE = re.compile(r"\{(workdir|python|info\.([^{}]+))\}")
 _PREFIX = f"{FOLDERS}-{os.getuid()}-"
 # Limits itself, and is then replaced by the program, which ends with this process: the kernel kills its group.
 _LAUNCHER = """
@@ -109,12 +114,36 @@ except OSError as error:
 """
 
 
-def resolve(command: Sequence[str]) -> list[str]:
-    """Return a command whose placeholders are replaced, and whose program is a path or a name on PATH."""
-    places = {"{workdir}": os.getcwd(), "{python}": sys.executable}
-    resolved = [functools.reduce(lambda text, name: text.replace(name, places[name]), places, part) for part in command]
-    program = os.path.abspath(resolved[0]) if os.path.dirname(resolved[0]) else resolved[0]
-    return [program, *resolved[1:]]
+def fill(command: Sequence[str], info: Mapping[str, Any]) -> list[str]:
+    """Return a command whose placeholders are replaced; each part stays one argument, whatever is put into it.
+
+    Args:
+        command: As in the config.
+        info: The data row's: texts as they are, other values as JSON. None stands for no value.
+
+    Raises:
+        ConfigError: The row has no value of a name.
+    """
+    places = {"workdir": os.getcwd(), "python": sys.executable}
+
+    def value_of(place: re.Match[str]) -> str:
+        if (name := place[2]) is None:
+            return places[place[1]]
+        if (value := info.get(name)) is None:
+            known = ", ".join(sorted(str(name) for name, value in info.items() if value is not None)) or "nothing"
+            raise ConfigError(
+                f"environment.command has {place[0]}, but the info of the data row (its extra_info and data_source) "
+                f"has {known}; name one of these, or add {name!r} to the extra_info of all rows"
+            )
+        return value if isinstance(value, str) else json.dumps(value)
+
+    return [_PLACE.sub(value_of, part) for part in command]
+
+
+def locate(command: Sequence[str]) -> list[str]:
+    """Return a command without placeholders whose program is an absolute path, or a name on PATH."""
+    program, *arguments = command
+    return [os.path.abspath(program) if os.path.dirname(program) else program, *arguments]
 
 
 def spawn(

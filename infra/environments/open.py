@@ -12,6 +12,7 @@ from infra.engines.base import RolloutEngine
 from infra.engines.families import branch_fault
 from infra.environments.bridge import Dialogue
 from infra.environments.episodes import Episodes
+from infra.environments.launch import fill
 from infra.environments.pool import EnvironmentClass, EnvironmentPool
 from infra.environments.sandbox import check_sandbox
 from infra.environments.slot import Reply
@@ -52,15 +53,18 @@ def check_environments(config: RunConfig, tokenizer: PreTrainedTokenizerBase, pr
 
     Raises:
         ChatTemplateError: The model's chat template can't.
-        ConfigError: There is no such program or image.
+        ConfigError: There is no such program or image, or its command names what the first prompt's row doesn't have.
         DataError: Making or resetting an environment fails, or what that adds to the prompt doesn't fit.
         EnvironmentImportError: An environment can't be loaded.
         ServiceError: Nothing runs containers on this machine.
     """
     rows = [prompts[number] for number in range(len(prompts))]
     for number, environment in enumerate(config.environments):
+        first = next(row for row in rows if row.environment == number)
         _check_program(environment)
-        _check_environment(config, environment, tokenizer, next(row for row in rows if row.environment == number))
+        if isinstance(environment, ProgramEnvironment):
+            fill(environment.command, first.info)
+        _check_environment(config, environment, tokenizer, first)
 
 
 def check_tools(config: RunConfig) -> None:
@@ -87,7 +91,8 @@ def environment_class(config: EnvironmentConfig, rollout: EngineRollout) -> Envi
     if isinstance(config, ProgramEnvironment):
         arguments: dict[str, Any] = {"command": list(config.command), "sandbox": config.sandbox.model_dump(mode="json")}
         arguments |= {"parser": config.parser, "grader": config.grader, "memory_bytes": config.memory_bytes}
-        return EnvironmentClass(_PROGRAM, config, {**arguments, "sampling": _sampling(config, rollout)})
+        arguments |= {"sampling": _sampling(config, rollout), "is_ordered": config.resume_rows != "as_ready"}
+        return EnvironmentClass(_PROGRAM, config, arguments)
     return EnvironmentClass(config.path, config, config.arguments)
 
 

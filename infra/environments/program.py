@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from infra.environments.launch import ERROR_CHARACTERS, programs_folder, remove_folder
-from infra.environments.sandbox import open_sandbox
+from infra.environments.launch import ERROR_CHARACTERS, fill, programs_folder, remove_folder
+from infra.environments.sandbox import LocalProcess, open_sandbox
 from infra.integrations.conversation import ChatError, Conversation, Request
 from infra.integrations.model_apis import MODEL, ModelApi, begin_task, complete, serve
 from infra.processes import take_all_files
@@ -31,9 +31,12 @@ from rl_core.user_code import import_user_module
 from schemas.errors import EnvironmentImportError
 
 # What a request may set besides messages and model.
-SETTINGS = ("stream", "stream_options", "tools", "user", "metadata", "stop", "logprobs")
+SETTINGS = ("stream", "stream_options", "tools", "user", "metadata", "stop", "logprobs", "n")
 MAX_FILE_BYTES = 2**30
 OUTPUT_BYTES = 2**16  # of the end of what is printed
+# How long a program that has asked may take until all of its threads wait, between two looks at them, and how many
+# rounds of the event loop it takes to read what came before the first look, and to send what was answered before.
+REST_SECONDS, REST_POLL_SECONDS, REST_ROUNDS = 5.0, 0.005, 16
 
 
 class Gateway:
@@ -89,12 +92,13 @@ class Program:
     Args:
         task: The data row, which the program reads as JSON from its standard input, with the seed.
         seed: The seed.
-        command: The program and its arguments, as its sandbox takes them.
+        command: The program and its arguments, as in the config.
         sandbox: Where it runs, as `infra.environments.sandbox.open_sandbox` takes it.
-        parser: How calls are written, of `rl_core.environments.calls.PARSERS`.
+        parser: How calls are written, of `rl_core.environments.calls.PARSERS`, or "template": turns are read before.
         grader: Import path of a function of a `FinishedProgram`; None: the program prints its reward.
         memory_bytes: Most memory that it has.
         sampling: What its requests may set to this value only.
+        is_ordered: Whether parallel requests are answered in an order of their own, not in that in which they come.
 
     Raises:
         EnvironmentImportError: The grader or the user's sandbox can't be imported, or is none.
@@ -111,12 +115,15 @@ class Program:
         grader: str | None,
         memory_bytes: int,
         sampling: Mapping[str, Any],
+        is_ordered: bool,
     ) -> None:
         self.role = "user"
         self._task, self._seed, self._memory_bytes = task, seed, memory_bytes
         self._command, self._sandbox = command, open_sandbox(**sandbox)
         self._grade = None if grader is None else load_grader(grader)
-        self._conversation = Conversation("the program", None, SETTINGS, sampling, parser)
+        own = None if parser == "template" else parser
+        self._conversation = Conversation("the program", None, SETTINGS, sampling, own)
+        self._rests = is_ordered
         self._is_expected: Callable[[Any, str], bool] | None = None
         self._number: str | None = None
         self._folder: Path | None = None
@@ -158,7 +165,23 @@ class Program:
         """Return what the program asks next; None if it has ended."""
         is_expected, self._is_expected = self._is_expected, None
         known = None if is_expected is None else lambda request: is_expected(*observe(request))
-        return await self._conversation.next_request(self._end_of_program(), known)
+        return await self._conversation.next_request(self._end_of_program(), known, self._settle)
+
+    async def _settle(self) -> None:
+        """Wait until all threads of the program wait: what they were to ask by themselves is there then.
+
+        One that doesn't come to rest is not waited for again.
+        """
+        loop, before = asyncio.get_running_loop(), None
+        until = loop.time() + REST_SECONDS
+        while self._rests and isinstance(self._sandbox, LocalProcess):
+            counts = self._sandbox.count_sleeps()
+            if counts is not None and counts == before:
+                return
+            before, self._rests = counts, loop.time() < until
+            await asyncio.sleep(REST_POLL_SECONDS)
+            for _ in range(REST_ROUNDS):
+                await asyncio.sleep(0)
 
     async def close(self) -> None:
         """Kill the program with what it has started, and remove its folder."""
@@ -178,7 +201,7 @@ class Program:
         self._folder = Path(tempfile.mkdtemp(dir=programs_folder()))
         self._home.mkdir()
         launch = Launch(
-            command=self._command,
+            command=fill(self._command, self._task["info"]),
             variables=_variables(f"{self._sandbox.url(endpoint)}/{self._number}/v1", key),
             task=json.dumps({**self._task, "seed": self._seed}).encode(),
             home=self._home,

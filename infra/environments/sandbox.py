@@ -24,13 +24,14 @@ from infra.environments.launch import (
     RELAYED,
     close_off,
     end_of,
+    fill,
     is_in_use,
+    locate,
     programs_folder,
-    resolve,
     spawn,
     text_of,
 )
-from infra.processes.isolated import kill_all
+from infra.processes.isolated import count_sleeps, kill_all
 from rl_core.environments.base import Endpoint, Launch, Sandbox
 from rl_core.user_code import import_user_module
 from schemas.errors import ConfigError, EnvironmentImportError, ServiceError
@@ -59,11 +60,11 @@ class LocalProcess:
     """A process of this machine, in a group of its own, with the run's user and environment variables, and limits.
 
     Args:
-        network: "host": the machine's; "none": one of its own.
+        network: "host": the machine's; "none": one of its own; "auto": of its own where the kernel allows that.
     """
 
     def __init__(self, network: str = "host") -> None:
-        self._network = network
+        self._network = ("host" if network_fault() else "none") if network == "auto" else network
         self._process: subprocess.Popen[bytes] | None = None
 
     def url(self, endpoint: Endpoint) -> str:
@@ -72,7 +73,7 @@ class LocalProcess:
     async def start(self, launch: Launch) -> None:
         limits = launch.memory_bytes, launch.file_bytes, launch.open_files
         home = {"HOME": str(launch.home), "TMPDIR": str(launch.home)}
-        command = resolve(launch.command)
+        command = locate(launch.command)
         if self._network != "host":
             relay = [sys.executable, "-I", "-S", "-c", LOOPBACK + RELAY, str(PORT), launch.endpoint.socket]
             command = [*relay, *command]
@@ -84,6 +85,10 @@ class LocalProcess:
         kill_all(self._process)  # what it has left running
         code: int = self._process.returncode
         return code
+
+    def count_sleeps(self) -> dict[str, str] | None:
+        """Return how often its threads have stopped running; None if one of them runs now."""
+        return {} if self._process is None else count_sleeps(self._process.pid)
 
     async def kill(self) -> None:
         if self._process is not None:
@@ -324,6 +329,13 @@ def open_sandbox(kind: str, **settings: Any) -> Sandbox:
     return made
 
 
+@functools.cache
+def network_fault() -> str:
+    """Return why a process of this machine can't have a network of its own; empty if it can."""
+    ended = subprocess.run([sys.executable, "-I", "-S", "-c", LOOPBACK], stderr=subprocess.PIPE)
+    return text_of(ended.stderr) if ended.returncode else ""
+
+
 def check_sandbox(settings: Mapping[str, Any], command: Sequence[str]) -> None:
     """Check that this machine can start a program; a user's class shows that when it does.
 
@@ -334,15 +346,18 @@ def check_sandbox(settings: Mapping[str, Any], command: Sequence[str]) -> None:
     if settings["kind"] == "container":
         runtime(settings["program"]).check(settings["image"], settings["network"])
     elif settings["kind"] == "process":
-        if shutil.which(program := resolve(command)[0]) is None:
+        if shutil.which(program := locate(fill(command[:1], {}))[0]) is None:
             raise ConfigError(
                 f"environment.command: there is no program {program!r} on {platform.node()}; name one on PATH, or a "
                 "path from the run's working directory, of a file that may be executed"
             )
-        tried = [sys.executable, "-I", "-S", "-c", LOOPBACK]
-        if settings["network"] != "host" and (ended := subprocess.run(tried, stderr=subprocess.PIPE)).returncode != 0:
+        if settings["network"] == "auto":
+            fault = network_fault()
+            level, found = (logging.WARNING, f"host, as {fault}") if fault else (logging.INFO, "none")
+            logger.log(level, 'environment.sandbox.network = "auto" on %s: %s', platform.node(), found)
+        if settings["network"] == "none" and (fault := network_fault()):
             raise ConfigError(
-                f'environment.sandbox.network = "none" on {platform.node()}: {text_of(ended.stderr)}; let users make '
+                f'environment.sandbox.network = "none" on {platform.node()}: {fault}; let users make '
                 "namespaces there (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), or "
                 'set environment.sandbox.kind = "container"'
             )

@@ -164,18 +164,21 @@ class TrajectoryBuilder:
         """Return the last token of a turn, the first being 1, as a number in `tokens`; and the tools of its chat."""
         return self._ends[turn - 1]
 
-    def find_beginning(self, token_ids: np.ndarray) -> tuple[int, int]:
+    def find_beginning(self, token_ids: np.ndarray, after: int = -1) -> tuple[int, int]:
         """Return how many tokens a chat has in common with the beginning of an earlier one, at most.
 
         Args:
-            token_ids: Integers [L], the chat.
+            token_ids: Integers [L], the chat, or the end of it.
+            after: The number in `tokens` of the token that they follow; -1: they are all of the chat.
 
         Returns:
-            The number, and that of the last common one in `tokens`; -1: there is none.
+            How many of `token_ids`, and the number of the last common token in `tokens`; -1: there is none.
         """
+        before = self._path_to(after)
+        token_ids = np.concatenate([self.tokens[before], token_ids])
         following = [start for start, _ in self._branches[1:]]
         ends = sorted({*(start - 1 for start in following), len(self.tokens) - 1})
-        best = 0, -1
+        best = len(before), after
         for end in ends:
             path = self._path_to(end)
             size = min(len(path), len(token_ids))
@@ -183,7 +186,7 @@ class TrajectoryBuilder:
             length = size if same.all() else int(same.argmin())
             if length > best[0]:
                 best = length, int(path[length - 1])
-        return best
+        return best[0] - len(before), best[1]
 
     def _path_to(self, end: int) -> np.ndarray:
         """Return the numbers of the tokens up to one of `tokens`, on its path."""

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ _WITHOUT_EFFECT: Mapping[str, Any] = {
     "parallel_tool_calls": True,
     "response_format": {"type": "text"},
 }
+MAX_CHOICES = 128  # of a request, as many as OpenAI's API gives
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
@@ -115,18 +116,19 @@ class Request(NamedTuple):
 
 
 class _Asked:
-    """A request, and the turn that answers it.
+    """A request, or one of those that a request for several choices stands for, and the turn that answers it.
 
     Attributes:
         messages: Its chat.
         tools: Its tools.
         sampling: What it says of its turn.
+        choice: Which of its choices the turn is, from 0 on.
         turn: The turn.
         came_at: When it came, in the event loop's time.
     """
 
-    def __init__(self, messages: list[Message], tools: list[Any], sampling: dict[str, Any]) -> None:
-        self.messages, self.tools, self.sampling = messages, tools, sampling
+    def __init__(self, messages: list[Message], tools: list[Any], sampling: dict[str, Any], choice: int) -> None:
+        self.messages, self.tools, self.sampling, self.choice = messages, tools, sampling, choice
         loop = asyncio.get_running_loop()
         self.turn: asyncio.Future[Turn] = loop.create_future()
         self.came_at = loop.time()
@@ -134,7 +136,12 @@ class _Asked:
     @property
     def identity(self) -> tuple[Any, ...]:
         """What tells it from others."""
-        return self.messages, self.tools, self.sampling
+        return self.messages, self.tools, self.sampling, self.choice
+
+    @property
+    def place(self) -> tuple[list[str], int]:
+        """Its place in the order of requests that wait: that of their texts, and of their choices."""
+        return [*map(repr, (self.messages, self.tools, self.sampling))], self.choice
 
     @property
     def chat(self) -> list[Message]:
@@ -150,7 +157,7 @@ class Conversation:
         prompt: What the first request begins with; None: it has the whole prompt.
         settings: What a request may set besides messages and model: anything.
         values: What it may set to one value only, that of the run; or, of a limit of tokens, to any.
-        parser: How the model writes calls.
+        parser: How the model writes calls; None: it has none but those that `answer` is given.
 
     Attributes:
         owner: Who asks, once somebody has.
@@ -162,7 +169,7 @@ class Conversation:
         prompt: Sequence[Message] | None = None,
         settings: Collection[str] = (),
         values: Mapping[str, Any] | None = None,
-        parser: str = "hermes",
+        parser: str | None = "hermes",
     ) -> None:
         self._parser = parser
         self._prompt = None if prompt is None else [_stripped(*message) for message in prompt]
@@ -188,8 +195,8 @@ class Conversation:
             if not any(later[: len(chat)] == chat for later in chats[at:])
         ]
 
-    def ask(self, body: Any, owner: str = "") -> "asyncio.Future[Turn]":
-        """Return the turn that a request asks for: a new one, or, if it was asked for before, the same again.
+    def ask(self, body: Any, owner: str = "") -> "list[asyncio.Future[Turn]]":
+        """Return the turns that a request asks for: new ones, or, where they were asked for before, the same again.
 
         Args:
             body: The request's.
@@ -207,16 +214,18 @@ class Conversation:
                     "environment but one a client and a model of its own, and set its retries to 0"
                 )
             self.owner = owner
-            asked = self._read(body)
-            for before in reversed(self._asked):
-                if before.identity == asked.identity:
+            turns = list[asyncio.Future[Turn]]()
+            for asked in self._read(body):
+                known = next((before for before in reversed(self._asked) if before.identity == asked.identity), None)
+                if known is None:
+                    self._check(asked.messages)
+                    self._asked.append(asked)
+                    self._pending.append(asked)
+                    self._news.set()
+                elif asked.choice == 0:
                     self.count("repeated")
-                    return before.turn
-            self._check(asked.messages)
-            self._asked.append(asked)
-            self._pending.append(asked)
-            self._news.set()
-            return asked.turn
+                turns.append((known or asked).turn)
+            return turns
         except ChatError as error:
             self.fail(error)
             raise
@@ -229,6 +238,7 @@ class Conversation:
         stop: str = "",
         is_cut: bool = False,
         logprobs: Sequence[tuple[str, float]] = (),
+        parsed: Mapping[str, Any] | None = None,
     ) -> None:
         """Give the model's turn to who asked for it: the request that `next_request` has returned.
 
@@ -238,6 +248,7 @@ class Conversation:
             stop: The stop string that has ended it; or none.
             is_cut: Whether the request's limit of tokens has.
             logprobs: The text and the log-prob of each token, if the request asks for them.
+            parsed: What `rl_core.rollout.chat.ChatTemplate.parse` reads in the text; None: it is read here.
 
         Raises:
             ChatError: The trajectory has failed.
@@ -248,12 +259,18 @@ class Conversation:
         assert asked is not None, "a turn that nobody asked for"
         self._answered.append(asked)
         number = len(self._answered)
-        message, reasoning = _read_turn(text, number, self._parser if asked.tools else None)
+        if parsed is None:
+            message, reasoning = _read_turn(text, number, self._parser if asked.tools else None)
+        else:
+            message, reasoning = _with_calls(parsed["content"], parsed["calls"], number), parsed["reasoning"]
         asked.turn.set_result(Turn(number, message, reasoning, usage, stop, is_cut, logprobs))
         self._counts["seconds"] += asyncio.get_running_loop().time() - asked.came_at
 
     async def next_request(
-        self, ended: "asyncio.Future[Any]", is_expected: Callable[[Request], bool] | None = None
+        self,
+        ended: "asyncio.Future[Any]",
+        is_expected: Callable[[Request], bool] | None = None,
+        settle: Callable[[], Awaitable[None]] | None = None,
     ) -> Request | None:
         """Return what the model is asked next; None if what asks has ended, whatever it has asked for before.
 
@@ -264,19 +281,24 @@ class Conversation:
             ended: Done when what asks has ended.
             is_expected: Tells whether a request is the one that came next when the same was asked before. It is waited
                 for, `EXPECTED_SECONDS` at most from another one on. None: any is.
+            settle: Waits, once there is a request, until those that are on their way have come; None: it isn't known.
 
         Raises:
             ChatError: The trajectory has failed.
         """
         await self._wait_for_news(ended, lambda: self._pending)
+        if settle is not None and not ended.done():
+            await settle()
         if is_expected is not None and not ended.done():
             news = self._wait_for_news(ended, lambda: any(map(is_expected, map(self._request_of, self._pending))))
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(news, EXPECTED_SECONDS)
+        if self._failure is not None:
+            raise self._failure
         if ended.done():
             return None
         chosen = [asked for asked in self._pending if is_expected is None or is_expected(self._request_of(asked))]
-        self._current = min(chosen or self._pending, key=lambda asked: [*map(repr, asked.identity)])
+        self._current = min(chosen or self._pending, key=lambda asked: asked.place)
         self._pending.remove(self._current)
         return self._request_of(self._current)
 
@@ -353,8 +375,8 @@ class Conversation:
                 f"the first request adds messages of roles {', '.join(roles)}; all must be of one, and not the model's"
             )
 
-    def _read(self, body: Any) -> _Asked:
-        """Return a request."""
+    def _read(self, body: Any) -> list[_Asked]:
+        """Return a request, once for each choice that it asks for."""
         if not isinstance(body, dict):
             raise ChatError(f"{self._asker} asks its model with what is not a JSON object")
         others = {name: value for name, value in body.items() if not self._allows(name, value)}
@@ -370,7 +392,11 @@ class Conversation:
             raise ChatError(f"{self._asker} asks its model without a list of messages")
         read = (_read_message(at, message) for at, message in enumerate(messages))
         chat = [message._replace(content=self._texts.setdefault(message.content, message.content)) for message in read]
-        return _Asked(chat, self._read_tools(body.get("tools") or []), self._read_sampling(body))
+        tools, sampling = self._read_tools(body.get("tools") or []), self._read_sampling(body)
+        count = 1 if body.get("n") is None else body["n"]
+        if count not in range(1, MAX_CHOICES + 1):
+            raise ChatError(f"{self._asker} asks its model with n = {count!r:.80}, expected 1 to {MAX_CHOICES}")
+        return [_Asked(chat, tools, sampling, choice) for choice in range(int(count))]
 
     def _read_sampling(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a request says of its turn, without what the run's settings say, too."""
@@ -425,8 +451,13 @@ def _read_turn(action: str, number: int, parser: str | None) -> tuple[Message, s
     if not calls or len(calls) < len(parsed):
         return _stripped("assistant", answer), reasoning
     content = "" if parser == "json" else answer.partition("<tool_call>")[0].strip()
-    numbered = ((f"call-{number}-{at}", call.name, call.arguments) for at, call in enumerate(calls, start=1))
-    return Message("assistant", content, tuple(numbered)), reasoning
+    return _with_calls(content, calls, number), reasoning
+
+
+def _with_calls(content: str, calls: Sequence[Call], number: int) -> Message:
+    """Return a turn as a message with calls of tools, whose ids are made of its number."""
+    numbered = ((f"call-{number}-{at}", name, arguments) for at, (name, arguments) in enumerate(calls, start=1))
+    return _stripped("assistant", content, tuple(numbered))
 
 
 def _read_message(at: int, message: Any) -> Message:

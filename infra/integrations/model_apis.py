@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import Context
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class ModelApi(NamedTuple):
     Attributes:
         path: Its path, after that of all APIs.
         read: Returns a request's body as one of chat completions; raises a `ChatError` if it can't be.
-        write: Returns the answer that a turn is to a request's body.
+        write: Returns the answer that turns, the request's choices, are to its body; all APIs but one have one turn.
         stream: Returns the same as the objects of a stream.
         end: What comes after them.
         error: Returns an error with a status and a message.
@@ -40,8 +40,8 @@ class ModelApi(NamedTuple):
 
     path: str
     read: Callable[[Json], Json]
-    write: Callable[[Turn, Json], Json]
-    stream: Callable[[Turn, Json], Iterator[Json]]
+    write: Callable[[Sequence[Turn], Json], Json]
+    stream: Callable[[Sequence[Turn], Json], Iterator[Json]]
     end: str
     error: Callable[[int, str], Json]
 
@@ -112,25 +112,28 @@ async def complete(
         asked = conversation.ask(chat, owner)
         if body.get("stream"):
             return await _stream(request, asked, api, body)
-        return web.json_response(api.write(await asyncio.shield(asked), body))
+        await asyncio.wait(asked)
+        return web.json_response(api.write([each.result() for each in asked], body))
     except ChatError as error:
         conversation.count("refused")
         conversation.fail(error)
         return api.refusal(400, str(error))
 
 
-async def _stream(request: web.Request, asked: "asyncio.Future[Turn]", api: ModelApi, body: Json) -> web.StreamResponse:
-    """Answer a request by a turn in parts: it has ended before the first one is sent."""
+async def _stream(
+    request: web.Request, asked: "Sequence[asyncio.Future[Turn]]", api: ModelApi, body: Json
+) -> web.StreamResponse:
+    """Answer a request by its turns in parts: they have ended before the first one is sent."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    while not (await asyncio.wait({asked}, timeout=ALIVE_SECONDS))[0]:
+    while (await asyncio.wait(asked, timeout=ALIVE_SECONDS))[1]:
         if not response.prepared:
             await response.prepare(request)
         await response.write(b": the turn is not there yet\n\n")  # a comment, which clients leave out
     if not response.prepared:
-        asked.result()
+        [each.result() for each in asked]
         await response.prepare(request)
     try:
-        parts = [*api.stream(asked.result(), body)]
+        parts = [*api.stream([each.result() for each in asked], body)]
     except ChatError as error:
         parts = [api.error(400, str(error))]
     for part in parts:
@@ -163,27 +166,37 @@ def _with_known_role(message: Any) -> Any:
     return message | {"role": "system"} if isinstance(message, dict) and message.get("role") == "developer" else message
 
 
-def _write_completion(turn: Turn, body: Json) -> Json:
-    choice = {"message": turn.message.as_openai() | _reasoning(turn), **_ending(turn)}
-    completion = _part(turn, "chat.completion", choice)
-    return completion | ({"usage": turn.usage} if turn.usage else {})
+def _write_completion(turns: Sequence[Turn], body: Json) -> Json:
+    choices = [{"message": turn.message.as_openai() | _reasoning(turn), **_ending(turn)} for turn in turns]
+    return _part(turns, "chat.completion", dict(enumerate(choices))) | _usage(turns)
 
 
-def _stream_completion(turn: Turn, body: Json) -> Iterator[Json]:
-    kind, message = "chat.completion.chunk", turn.message.as_openai()
-    calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls", ()))]
-    deltas: list[Json] = [
-        {"role": message["role"], "content": ""},
-        _reasoning(turn),
-        {"content": message["content"]} if message["content"] else {},
-        {"tool_calls": calls} if calls else {},
-    ]
-    for delta in filter(None, deltas):
-        yield _part(turn, kind, {"delta": delta, "finish_reason": None})
-    yield _part(turn, kind, {"delta": {}, **_ending(turn)})
+def _stream_completion(turns: Sequence[Turn], body: Json) -> Iterator[Json]:
+    kind = "chat.completion.chunk"
+    for at, turn in enumerate(turns):
+        message = turn.message.as_openai()
+        calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
+        deltas: list[Json] = [
+            {"role": message["role"], "content": ""},
+            _reasoning(turn),
+            {"content": message["content"]} if message["content"] else {},
+            {"tool_calls": calls} if calls else {},
+        ]
+        for delta in filter(None, deltas):
+            yield _part(turns, kind, {at: {"delta": delta, "finish_reason": None}})
+        yield _part(turns, kind, {at: {"delta": {}, **_ending(turn)}})
     options = body.get("stream_options")
-    if turn.usage and isinstance(options, dict) and options.get("include_usage"):
-        yield _part(turn, kind) | {"usage": turn.usage}
+    if (usage := _usage(turns)) and isinstance(options, dict) and options.get("include_usage"):
+        yield _part(turns, kind, {}) | usage
+
+
+def _usage(turns: Sequence[Turn]) -> Json:
+    """Return what OpenAI reports of the tokens, those of the chat once; nothing if they aren't known."""
+    known = [turn.usage for turn in turns if turn.usage]
+    if not known:
+        return {}
+    before, sampled = known[0]["prompt_tokens"], sum(usage["completion_tokens"] for usage in known)
+    return {"usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}}
 
 
 def _reasoning(turn: Turn) -> dict[str, str]:
@@ -205,10 +218,10 @@ def _logprobs(turn: Turn) -> list[Json]:
     ]
 
 
-def _part(turn: Turn, kind: str, choice: Mapping[str, Any] | None = None) -> Json:
-    """Return a turn, or a part of one, as chat completions have it; without a choice, the last part."""
-    choices = [] if choice is None else [{"index": 0, **choice}]
-    return {"id": f"turn-{turn.number}", "object": kind, "created": 0, "model": MODEL, "choices": choices}
+def _part(turns: Sequence[Turn], kind: str, choices: Mapping[int, Json]) -> Json:
+    """Return turns, or a part of them, as chat completions have them, by the numbers of the choices."""
+    written = [{"index": at, **choice} for at, choice in choices.items()]
+    return {"id": f"turn-{turns[0].number}", "object": kind, "created": 0, "model": MODEL, "choices": written}
 
 
 def _openai_error(status: int, message: str) -> Json:
@@ -293,8 +306,9 @@ def _read_responses_tool(tool: Json) -> Json | None:
     return {name: value for name, value in tool.items() if name != "type"} if tool.get("type") == "function" else None
 
 
-def _write_response(turn: Turn, body: Json) -> Json:
+def _write_response(turns: Sequence[Turn], body: Json) -> Json:
     """Return a turn as the Responses API has it."""
+    (turn,) = turns
     number, items = turn.number, list[Json]()
     if turn.reasoning:
         content = [{"type": "reasoning_text", "text": turn.reasoning}]
@@ -337,8 +351,8 @@ def _response_usage(usage: Mapping[str, int]) -> Json:
     }
 
 
-def _stream_response(turn: Turn, body: Json) -> Iterator[Json]:
-    for number, (kind, fields) in enumerate(_response_events(_write_response(turn, body))):
+def _stream_response(turns: Sequence[Turn], body: Json) -> Iterator[Json]:
+    for number, (kind, fields) in enumerate(_response_events(_write_response(turns, body))):
         yield {"type": f"response.{kind}", "sequence_number": number, **fields}
 
 
@@ -425,8 +439,9 @@ def _read_messages_tool(tool: Json) -> Json | None:
     return others | {"parameters": tool["input_schema"]}
 
 
-def _write_message(turn: Turn, body: Json) -> Json:
+def _write_message(turns: Sequence[Turn], body: Json) -> Json:
     """Return a turn as the Messages API has it."""
+    (turn,) = turns
     content: list[Json] = []
     if turn.reasoning and _wants_reasoning(body):
         content.append({"type": "thinking", "thinking": turn.reasoning, "signature": UNSIGNED})
@@ -451,8 +466,8 @@ def _message_usage(usage: Mapping[str, int]) -> Json:
     return {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
 
 
-def _stream_message(turn: Turn, body: Json) -> Iterator[Json]:
-    message = _write_message(turn, body)
+def _stream_message(turns: Sequence[Turn], body: Json) -> Iterator[Json]:
+    message = _write_message(turns, body)
     begun = {
         "content": [],
         "stop_reason": None,
@@ -498,7 +513,13 @@ def _without(body: Json, ignored: set[str], defaults: Mapping[str, Any]) -> Json
 
 
 def _with_functions(chat: Json, read: Callable[[Json], Json | None]) -> Json:
-    """Return a request with its tools as chat completions have them, by what reads one that is a function."""
+    """Return a request with its tools as chat completions have them, by what reads one that is a function.
+
+    Raises:
+        ChatError: It asks for several choices, which its API doesn't have.
+    """
+    if chat.get("n", 1) != 1:
+        raise ChatError(f"a request has n = {chat['n']!r:.80}, but only chat completions have several choices")
     tools = chat.get("tools")
     return chat | {"tools": [_tool(tool, read) for tool in tools]} if isinstance(tools, list) else chat
 

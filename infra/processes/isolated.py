@@ -75,6 +75,25 @@ def _kill_descendants(pid: int) -> None:
                 os.kill(child, signal.SIGKILL)
 
 
+def count_sleeps(pid: int) -> dict[str, str] | None:
+    """Return how often each thread of a process and of its descendants has stopped running; None if one runs now.
+
+    Two equal results: none of them has run in between.
+    """
+    counts: dict[str, str] = {}
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError):  # it has ended
+            status = (task / "status").read_text()
+            if status.partition("State:\t")[2][:1] in "RD":  # or the kernel doesn't say
+                return None
+            counts[task.name] = status.partition("voluntary_ctxt_switches:")[2]
+            for child in map(int, (task / "children").read_text().split()):
+                if (others := count_sleeps(child)) is None:
+                    return None
+                counts |= others
+    return counts
+
+
 def kill_marked(beginning: str) -> None:
     """Kill the processes, in any session, of which a variable of the environment, as NAME=VALUE, begins so."""
     for process in Path("/proc").glob("[0-9]*"):

@@ -48,7 +48,7 @@ class Endpoint(NamedTuple):
 class Launch(NamedTuple):
     """A program that a sandbox is to start, in the empty folder `home`, which is its HOME and TMPDIR, too."""
 
-    command: Sequence[str]  # the program and its arguments, as in the config
+    command: Sequence[str]  # the program and its arguments, with the values of placeholders
     variables: Mapping[str, str]  # that it needs: the APIs' URL as it sees it, its key; not those of the run
     task: bytes  # what it reads from its standard input
     home: Path  # its grader reads here what it has left

@@ -1,5 +1,6 @@
 """A model's chat template, with a run's variables and tools; and the text of tokens, as they say it."""
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
@@ -110,6 +111,44 @@ class ChatTemplate:
                 f"{self.name} fails on a chat of the roles {roles}: {type(error).__name__}: {reason}"
             ) from error
         return str(text)
+
+    def check_response_template(self) -> None:
+        """Check that the tokenizer says how the model's turns are read, as its `response_template`.
+
+        Raises:
+            ChatTemplateError: It doesn't, or in a way that transformers doesn't know.
+        """
+        try:
+            self.tokenizer.get_response_parser(prefix="")
+        except (AttributeError, ValueError) as error:
+            raise ChatTemplateError(
+                f'environment.parser = "template", but {self.name} comes without a response_template that can be used '
+                f'({error}); add one to its tokenizer_config.json, or set "hermes" or "json" if its calls are like that'
+            ) from error
+
+    def parse(self, turn: str, before: str) -> dict[str, Any] | None:
+        """Return a turn as the tokenizer's `response_template` reads it; None if it can't be read.
+
+        Args:
+            turn: The model's text, with the token that ended it, if one did.
+            before: All that is before it.
+
+        Returns:
+            Its `content` and `reasoning`, and its `calls`: of each the name and the arguments, in JSON's types.
+        """
+        tools = self._variables.get("tools")
+        try:
+            found = self.tokenizer.parse_response(turn, prefix=before, tools=tools)
+            functions = [call["function"] for call in found.get("tool_calls") or ()]
+            calls = [(function["name"], function["arguments"]) for function in functions]
+            texts = found.get("content") or "", next((found[name] for name in REASONING if found.get(name)), "")
+            json.dumps([texts, calls], ensure_ascii=False, allow_nan=False).encode()
+        except (KeyError, TypeError, ValueError, RecursionError):
+            return None
+        is_known = all(isinstance(text, str) for text in (*texts, *(name for name, _ in calls)))
+        if not is_known or not all(isinstance(given, dict) for _, given in calls) or (calls and not tools):
+            return None
+        return {"content": texts[0], "reasoning": texts[1], "calls": calls}
 
     def find_left_out(self, shape: Shape, *, with_prompt: bool = True) -> LeftOut | None:
         """Return the first part of messages which the template leaves out of chats of this shape, also a part of it.

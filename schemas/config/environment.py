@@ -105,8 +105,8 @@ class ProcessSandbox(FrozenConfig):
 
     kind: Literal["process"] = "process"
 
-    network: Literal["host", "none"] = "host"
-    """`host` is the machine's network; `none` has the model's API only, where the kernel lets users make namespaces."""
+    network: Literal["host", "none", "auto"] = "host"
+    """`host`: the machine's; `none`: the model's API only; `auto`: `none` where the kernel lets users, else `host`."""
 
 
 class ContainerSandbox(FrozenConfig):
@@ -166,10 +166,10 @@ class ProgramEnvironment(TurnLimits):
     kind: Literal["program"] = "program"
 
     command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
-    """The program and its arguments; of a process, with `{workdir}`, the run's, and `{python}`, its interpreter."""
+    """The program and its arguments, with `{info.NAME}` of the data row; of a process, also `{workdir}`, `{python}`."""
 
-    parser: Literal["hermes", "json"] = "hermes"
-    """How calls of the program's tools are written, see that of tools; with `json`, a turn has one."""
+    parser: Literal["hermes", "json", "template"] = "hermes"
+    """How calls are written, see that of tools; with `template`, as the tokenizer's `response_template` says."""
 
     grader: ImportPath | None = None
     """Import path of a function that rewards a trajectory, `module:function`; None: what the program prints."""
@@ -199,6 +199,16 @@ class ProgramEnvironment(TurnLimits):
                 "environment.command, such as {workdir}/venv/bin/python"
             )
         return self
+
+    @field_validator("command")
+    @classmethod
+    def _is_one_program(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        if "{info." in command[0]:
+            raise ValueError(
+                f"{command[0]!r} would be another program for each data row; name one program, and have the row's "
+                'value among its arguments, such as ["{python}", "{workdir}/agents/{info.agent}.py"]'
+            )
+        return command
 
     @model_validator(mode="after")
     def _is_named_as_the_sandbox_knows_it(self) -> "ProgramEnvironment":

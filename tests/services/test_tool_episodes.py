@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,7 @@ from rl_core.columns.jagged import BRANCH_COLUMNS, jagged
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import ClassEnvironment, EnvironmentConfig, ToolsEnvironment
 from schemas.config.rollout import TransformersRollout
+from schemas.errors import ChatTemplateError
 from tests.support.programs import program
 from tests.unit.rl_core.test_branches import paths_of
 
@@ -95,8 +97,10 @@ def play(
     answers: Sequence[str],
     config: EnvironmentConfig = CONFIG,
     branch_fault: Callable[[], str | None] = lambda: None,
+    response_template: dict[str, Any] | None = None,
 ) -> list[Trajectory]:
     tokenizer = make_tokenizer()
+    tokenizer.response_template = response_template
     tokenizer.chat_template = "{{ '<|pad|>' if tools else '' }}" + CHAT_TEMPLATE
     chat = ChatTemplate(tokenizer, {}, schemas_of_tools(config))
     pool = EnvironmentPool(environment_class(config, TransformersRollout()))
@@ -146,6 +150,83 @@ def test_a_program_has_tools_of_its_own(tmp_path: Path) -> None:
     assert engine.prompts[0] == "<|pad|><|user|>2 + 3 =<|assistant|>"  # the template has seen the tools
     assert engine.prompts[1] == "<|user|>2 + 3 =<|assistant|>"
     assert engine.prompts[2] == f"{engine.prompts[0]}{ADD}{ADD}<|end|><|tool|>5<|tool|>5<|assistant|>"
+
+
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "thinking": {"open": "<<", "close": ">>"},
+        "tool_calls": {
+            "open_pattern": r"\[(?P<name>\w+) ",
+            "close": "]",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"(?P<key>\w+)=(?P<value>\S+)", "value_parser": {"name": "text"}},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": "<|end|>"},
+    },
+}
+TYPED = """
+    properties = {"a": {"type": "integer"}, "b": {"type": "string"}}
+    function = {"name": "add", "parameters": {"type": "object", "properties": properties}}
+    tools = [{"type": "function", "function": function}]
+    content = ask(tools=tools)
+    message = messages[-1]
+    arguments = [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    if task["answer"] == "5":
+        assert (content, message["reasoning_content"]) == ("I add.", "so"), message
+        assert arguments == [{"a": 2, "b": "3"}, {"a": 4, "b": "5"}], arguments
+    else:
+        assert (content, arguments) == (task["answer"], []), message
+    for call in message.get("tool_calls", ()):
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": "5"})
+    if not arguments:
+        say("x")
+    assert ask(tools=tools, stop="8") == "[add a="
+    say("y")
+    assert ask() == "[add a=2]", "a call without tools"
+    finish(1.0)
+"""
+
+
+def test_a_turn_is_read_as_the_tokenizer_says(tmp_path: Path) -> None:
+    text = "<<so>>I add. [add a=2 b=3][add a=4 b=5]"
+    bad = "[add]"
+    end = ["[add a=8 b=9]", "[add a=2]"]
+    engine = GivenTurns([[text, *end], [bad, *end]])
+    environment = program(tmp_path, TYPED, max_turns=4, parser="template")
+    for row in play(engine, ["5", bad], environment, response_template=RESPONSE_TEMPLATE):
+        assert (row.failure, row.end, row.reward) == (None, "done", 1.0)
+    begin = "<|pad|><|user|>2 + 3 =<|assistant|>"
+    assert engine.prompts[2] == f"{begin}{text}<|end|><|tool|>5<|tool|>5<|assistant|>"
+    assert engine.prompts[3] == f"{begin}{bad}<|end|><|user|>x<|assistant|>"
+    for template, message in ((None, "without a response_template"), ({"fields": {}}, "must be a non-empty dict")):
+        with pytest.raises(ChatTemplateError, match=message):
+            play(engine, ["5"], environment, response_template=template)
+
+
+@pytest.mark.parametrize(
+    ("written", "calls"),
+    [
+        ('{"name": "add", "arguments": {"a": 2}}', [("add", {"a": 2})]),
+        ('{"name": "add", "arguments": {"a": 2}', None),
+        ('{"name": "add", "arguments": [2]}', None),
+        ('{"name": 2, "arguments": {}}', None),
+        ('{"name": "add"}', None),
+        ('{"name": "add", "arguments": {"a": NaN}}', None),
+        ('{"name": "add", "arguments": {"a": "\\ud800"}}', None),
+        ("[" * 10**5, None),
+    ],
+)
+def test_only_calls_that_can_be_sent_are_read(written: str, calls: object) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ tools }}"
+    call = {"open": "(", "close": ")", "repeats": True, "content": "json"}
+    call["transform"] = {"type": "function", "function": "{content}"}
+    tokenizer.response_template = {"start_anchor": "<|assistant|>", "fields": {"tool_calls": call}}
+    read = ChatTemplate(tokenizer, {}, schemas_of_tools(CONFIG)).parse(f"({written})", "<|assistant|>")
+    assert read == (calls and {"content": "", "reasoning": "", "calls": calls})
 
 
 def test_a_call_that_takes_too_long_is_an_observation_and_the_row_goes_on() -> None:
@@ -201,7 +282,7 @@ def test_a_program_leaves_its_chat_and_comes_back(tmp_path: Path) -> None:
         f"{begin}five{bridge.format('go on')}",
     ]
     tokenizer, prompt_ids = make_tokenizer(), make_tokenizer()(begin)["input_ids"]
-    begun = [", in short<|assistant|>", *map(bridge.removeprefix("<|end|>").format, ("again", "well?"))]
+    begun = [", in short<|assistant|>", "again<|assistant|>", "<|user|>well?<|assistant|>"]
     begun.append(engine.prompts[-1].removeprefix("<|user|>2 + 3 =<|assistant|>"))
     assert row.num_branch_tokens == sum(len(tokenizer(text)["input_ids"]) for text in begun)
     between = [turn.num_bridge_tokens for turn in row.turns]
@@ -214,6 +295,27 @@ def test_a_program_leaves_its_chat_and_comes_back(tmp_path: Path) -> None:
     assert len(row.token_ids) < len(np.concatenate(paths)) / 2  # each token is there once
     sampled = tokenizer.decode(row.token_ids[row.loss_mask])
     assert sampled == "".join(f"{letter}<|end|>" for letter in "abcdefg")
+
+
+CHOOSING = """
+    for text in ("go on", "so"):
+        choices = json.loads(post({"messages": messages, "n": 2})[1])["choices"]
+        messages += [choices[1]["message"], {"role": "user", "content": text}]
+    ask()
+    finish(1.0)
+"""
+
+
+def test_choices_have_all_that_is_before_them_in_common(tmp_path: Path) -> None:
+    engine = GivenTurns([list("abcde")])
+    (row,) = play(engine, ["5"], program(tmp_path, CHOOSING, max_turns=5))
+    assert (row.failure, row.end, row.reward, row.num_branches, row.num_branch_tokens) == (None, "done", 1.0, 2, 0)
+    begin, bridge = "<|user|>2 + 3 =<|assistant|>", "<|end|><|user|>{}<|assistant|>"
+    second = f"{begin}b{bridge.format('go on')}"
+    assert engine.prompts == [begin, begin, second, second, f"{second}d{bridge.format('so')}"]
+    whole, mask = make_tokenizer().decode(row.token_ids), make_tokenizer().decode(row.token_ids[row.loss_mask])
+    assert whole == "a<|end|>b<|end|><|user|>go on<|assistant|>c<|end|>d<|end|><|user|>so<|assistant|>e<|end|>"
+    assert mask == "a<|end|>b<|end|>c<|end|>d<|end|>e<|end|>"
 
 
 LIMITED = """

@@ -448,6 +448,10 @@ def test_a_program_is_tried(folder: Path, sluice: Command) -> None:
     assert_rejected(planned_with("agent.py", python="python3"), "environment.python = 'python3' has no effect on a pro")
     result = sluice('environment={kind="program", command=["./nothing"]}')
     assert_rejected(result, f"environment.command: there is no program '{folder}/nothing' on ")
+    told = 'command=["{python}", "{workdir}/agent.py", "{info.%s}"]'
+    assert sluice(f'environment={{kind="program", {told % "data_source"}}}').exit_code == 0
+    result = sluice(f'environment={{kind="program", {told % "level"}}}')
+    assert_rejected(result, "environment.command has {info.level}, but the info of the data row", "has data_source")
 
 
 def test_nothing_was_started_or_left(folder: Path) -> None:

@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,8 +14,10 @@ import pytest
 
 from infra.environments.pool import Reply
 from infra.environments.program import write_turn
+from infra.environments.sandbox import check_sandbox
 from infra.integrations.conversation import Conversation, Request
-from tests.support.programs import begin, failure, program, program_at, row, started, turns
+from schemas.errors import ConfigError
+from tests.support.programs import PRELUDE, begin, failure, program, program_at, row, started, turns
 from tests.support.progress import wait_until
 from tests.support.reward_pools import wait_for_exit
 
@@ -42,6 +46,40 @@ def test_a_programs_first_request_is_the_prompt_and_what_it_prints_the_reward(tm
         assert (reply.reward, reply.done, reply.failure) == (0.0, True, None)
 
 
+def test_a_programs_interpreter_may_be_one_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "agent-venv"], check=True)
+    (packages,) = tmp_path.glob("agent-venv/lib/python*/site-packages")
+    code = 'def main(level):\n    say(f"{sys.prefix}, level {level}")\n    ask()\n    finish(1.0)\n'
+    (packages / "my_agent.py").write_text(PRELUDE + code + 'if __name__ == "__main__":\n    main(sys.argv[1])\n')
+    python = "agent-venv/bin/python"
+    for arguments in (["-m", "my_agent", "{info.level}"], ["-c", "import my_agent; my_agent.main(3)"]):
+        check_sandbox({"kind": "process", "network": "host"}, [python, *arguments])
+        with started(program_at(Path("none"), command=[python, *arguments])) as pool:
+            assert begin(pool, row(level=3))[0].observations[-1] == f"{tmp_path}/agent-venv, level 3"
+            assert turns(pool, ["x"])[0].reward == 1.0
+    for path in tmp_path.glob("agent-venv/bin/python*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match=f"there is no program '{tmp_path}/{python}' on "):
+        check_sandbox({"kind": "process", "network": "host"}, [python, "-m", "my_agent"])
+
+
+def test_values_of_the_data_row_are_one_argument_each_and_no_shell_reads_them(tmp_path: Path) -> None:
+    script = str(program(tmp_path, "say(json.dumps(sys.argv[1:]))\nask()\nfinish(1.0)").command[1])
+    command = ["{python}", script, "--task={info.task}", "{info.levels}", "{info.task}{info.on}", "{workdir}", "{info}"]
+    info = {"task": "a b; echo $HOME {python} {info.on}\n", "levels": [1, "x"], "on": True, "none": None}
+    environment = program_at(Path(script), command=command)
+    lacking = program_at(Path(script), command=["{python}", script, "{info.none}"])
+    with started(environment) as pool:
+        said = json.loads(begin(pool, row(**info))[0].observations[-1])
+        text = info["task"]
+        assert said == [f"--task={text}", '[1, "x"]', f"{text}true", os.getcwd(), "{info}"]
+    with started(lacking) as pool:
+        message = failure(begin(pool, row(**info))[0])
+        assert "command has {info.none}, but the info of the data row" in message
+        assert "has levels, on, task; name one of these, or add 'none' to" in message
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -50,7 +88,11 @@ def test_a_programs_first_request_is_the_prompt_and_what_it_prints_the_reward(tm
         ("ask(tools=[{'type': 'custom'}])", "with tools that are not functions"),
         ("ask(tools=[{'type': 'function', 'function': {'name': '\\ud800'}}])", "with tools that can't be encoded"),
         ("say('x', role='\\ud800')\n    ask()", "message 1 of a request has the role '\\ud800'"),
-        ("ask(n=2)", "n = 2 instead of 1"),
+        ("ask(n=0)", "n = 0, expected 1 to 128"),
+        ("ask(n=129)", "n = 129, expected 1 to 128"),
+        ("ask(n=1.5)", "n = 1.5, expected 1 to 128"),
+        ("post({'input': 'x', 'n': 2}, path='responses')", "n = 2, but only chat completions have several choices"),
+        ("post({'messages': messages, 'n': 2}, path='messages')", "n = 2, but only chat completions have several"),
         ("ask(max_tokens=0)", "max_tokens = 0 instead of 256"),
         ("ask(stop=['a', ''])", "stop = ['a', ''], expected texts that aren't empty"),
         ("ask(stop='\\ud800')", "a text with the lone surrogate '\\ud800'"),
@@ -257,6 +299,36 @@ def test_parallel_requests_are_answered_in_the_same_order_when_a_program_is_star
         assert turns(pool, ["4"])[0].reward == 1.0
 
 
+AT_ONCE = """
+    from concurrent.futures import ThreadPoolExecutor
+    def agent(name):
+        answer = json.loads(post({"messages": [{"role": "user", "content": name}]})[1])
+        return answer["choices"][0]["message"]["content"]
+    def work(seconds):
+        began = time.thread_time()
+        while time.thread_time() < began + seconds:
+            pass
+    with ThreadPoolExecutor(4) as threads:
+        asked = []
+        for name in "DBCA":  # the first ones have come when the others are asked for
+            asked.append(threads.submit(agent, name))
+            work(0.05)
+        say(" ".join(each.result() for each in asked))
+    ask()
+    finish(1.0)
+"""
+
+
+def test_parallel_requests_are_answered_in_an_order_of_their_own(tmp_path: Path) -> None:
+    with started(program(tmp_path, AT_ONCE)) as pool:
+        asked = [begin(pool)[0].observations]
+        asked += [turns(pool, [str(number)])[0].observations for number in range(3)]
+        assert asked == [("A",), ("B",), ("C",), ("D",)]
+        assert turns(pool, ["3"])[0].observations == ("Begin.", "3 1 2 0")
+    with started(program(tmp_path, AT_ONCE, resume_rows="as_ready")) as pool:
+        assert begin(pool)[0].observations == ("D",)
+
+
 def test_what_was_asked_for_before_the_end_is_not_sampled() -> None:
     async def ask() -> tuple[object, object]:
         conversation, ended = Conversation("it"), asyncio.get_running_loop().create_future()
@@ -270,6 +342,41 @@ def test_what_was_asked_for_before_the_end_is_not_sampled() -> None:
     first, second = asyncio.run(ask())
     assert isinstance(first, Request)
     assert (first.messages[0].content, second) == ("a", None)
+
+
+CHOICES = """
+    ask()
+    say("x")
+    body = {"messages": messages, "n": 3}
+    whole = json.loads(post(body)[1])
+    same = post(body)[1] == post(body)[1]
+    said = [choice["message"]["content"] for choice in whole["choices"]]
+    stream = post(body | {"stream": True, "stream_options": {"include_usage": True}})[1].decode()
+    chunks = [json.loads(part.removeprefix("data: ")) for part in stream.split("\\n\\n")[:-2]]
+    streamed = ["", "", ""]
+    for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
+        streamed[choice["index"]] += choice["delta"].get("content", "")
+    fewer = json.loads(post(body | {"n": 2})[1])["choices"]
+    messages.append(whole["choices"][1]["message"])
+    say(json.dumps([said, streamed == said, same, fewer == whole["choices"][:2], whole["usage"], chunks[-1]["usage"]]))
+    ask()
+    finish(1.0)
+"""
+
+
+def test_each_choice_is_a_turn_after_the_same_chat(tmp_path: Path) -> None:
+    with started(program(tmp_path, CHOICES)) as pool:
+        begin(pool)
+        assert (turns(pool, ["one"])[0].observations, turns(pool, ["a"])[0].after) == (("x",), 1)
+        os.kill(pool.pids[0], 9)  # when two choices are left
+        reply = turns(pool, ["bc"])[0]
+        assert (reply.failure, reply.observations, reply.after) == (None, ("x",), 1)
+        reply = turns(pool, ["def"])[0]
+        assert reply.after == 3  # after the second choice, of three
+        said, *are_same, usage, streamed = json.loads(reply.observations[0])
+        assert (said, are_same) == (["a", "bc", "def"], [True, True, True])
+        assert usage == streamed == {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
+        assert turns(pool, ["end"])[0].reward == 1.0
 
 
 def test_a_request_may_follow_an_earlier_turn(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from infra.environments import sandbox as sandboxes
 from infra.environments.launch import close_off
-from infra.environments.sandbox import HOME, SOCKET, Container, check_sandbox
+from infra.environments.sandbox import HOME, SOCKET, Container, LocalProcess, check_sandbox
 from rl_core.environments.base import Endpoint, Launch
 from schemas.config.environment import ProgramEnvironment
 from schemas.errors import ConfigError, ServiceError
@@ -399,6 +399,25 @@ def test_a_process_may_have_the_models_api_and_no_other_network(
             wait_until(lambda: not group_of(groups[1]))
 
 
+def test_a_process_may_have_the_network_that_the_kernel_allows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def found(tried: str) -> str:
+        monkeypatch.setattr(sandboxes, "LOOPBACK", tried)
+        sandboxes.network_fault.cache_clear()
+        caplog.clear()
+        check_sandbox({"kind": "process", "network": "auto"}, ["true"])
+        url = LocalProcess("auto").url(Endpoint("http://127.0.0.1:1", "socket"))
+        return f"{url}, {caplog.messages[0].partition(': ')[2]}"
+
+    caplog.set_level("INFO")
+    assert found("pass") == "http://127.0.0.1:8411, none"
+    assert found("raise SystemExit('no namespaces')") == "http://127.0.0.1:1, host, as no namespaces"
+    with pytest.raises(ConfigError, match="no namespaces; let users make"):
+        check_sandbox({"kind": "process", "network": "none"}, ["true"])
+    sandboxes.network_fault.cache_clear()
+
+
 def group_of(leader: int) -> list[psutil.Process]:
     """Return the processes of a group that run."""
     found = []
@@ -484,6 +503,7 @@ def test_a_class_of_the_users_is_a_sandbox(tmp_path: Path, monkeypatch: pytest.M
             "command has {python}, which is not in",
         ),
         ({"kind": "class", "path": "a:B"}, ["{workdir}/a"], "command has {workdir}, which is not in"),
+        ({"kind": "process"}, ["{workdir}/{info.agent}"], "would be another program for each data row"),
         ({"kind": "container"}, ["a"], "image"),
         ({"kind": "container", "image": "--privileged"}, ["a"], "image"),
         ({"kind": "container", "image": "a", "options": ["-d"]}, ["a"], "'-d' is not of the form --name=value"),
