@@ -13,6 +13,8 @@ import infra.environments.child
 import infra.processes.calls
 import infra.processes.lifeline
 import infra.processes.threads
+import rl_core.user_code
+import schemas.errors
 from infra.environments.interpreter import Interpreter
 from infra.processes.calls import Running
 from infra.processes.isolated import IsolatedProcess
@@ -22,6 +24,8 @@ from schemas.config.environment import TurnLimits
 from schemas.errors import EnvironmentImportError
 
 MODULES = (
+    schemas.errors,
+    rl_core.user_code,
     infra.processes.lifeline,
     infra.processes.calls,
     infra.processes.threads,
