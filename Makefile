@@ -43,7 +43,7 @@ format: venv  ## format the code and apply automatic lint fixes
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format --quiet .
 
-WORDS := anew|for ever|falls due|who holds|is no (string|number|list|mapping)
+WORDS := anew|for ever|falls due|who holds|is no (string|number|list|mapping|JSON)
 lint: venv  ## check formatting, lint, types and import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check --no-cache .  # a cached verdict does not know that a package has become one of our own

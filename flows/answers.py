@@ -6,26 +6,67 @@ from contextlib import closing
 
 from infra.datasets import PromptDataset
 from infra.rewards.open import open_reward_scorer
+from rl_core.registry import Registry, entry
 from rl_core.rewards import RewardItem, RewardOutcome
 from rl_core.rewards.math import mark_answer
 from schemas.config.data import LevelCurriculum
-from schemas.config.reward import ExactReward, MathReward, NumericReward, ReasoningGymReward, RewardConfig, parts_of
+from schemas.config.judge import JudgeReward
+from schemas.config.reward import (
+    EnvironmentReward,
+    ExactReward,
+    FormatReward,
+    FunctionReward,
+    GroupFunctionReward,
+    LengthReward,
+    MathReward,
+    ModelReward,
+    NumericReward,
+    ReasoningGymReward,
+    RewardConfig,
+    WeightedReward,
+    parts_of,
+)
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
 
 NO_ANSWER = "None"  # of a row of reasoning-gym's tasks that have many right answers, such as a sequence of moves
-RESPONSES: dict[type, Callable[[str], str]] = {
-    ExactReward: str,
-    NumericReward: str,
-    MathReward: mark_answer,
-    ReasoningGymReward: str,
-}
-"""The rewards that compare with the answer, and the response that gives it."""
+Respond = Callable[[str], str]  # answer -> a response that gives it
+
+
+def _not_compared(_: RewardConfig) -> Respond | None:
+    return None
+
+
+def _as_it_is(_: ExactReward | NumericReward | ReasoningGymReward) -> Respond | None:
+    return str
+
+
+def _boxed(_: MathReward) -> Respond | None:
+    return mark_answer
+
+
+RESPONSES: Registry[[], Respond | None] = Registry(
+    "flows.answers.RESPONSES",
+    RewardConfig,
+    entry(ExactReward, _as_it_is),
+    entry(NumericReward, _as_it_is),
+    entry(ReasoningGymReward, _as_it_is),
+    entry(MathReward, _boxed),
+    entry(FunctionReward, _not_compared),
+    entry(GroupFunctionReward, _not_compared),
+    entry(JudgeReward, _not_compared),
+    entry(ModelReward, _not_compared),
+    entry(EnvironmentReward, _not_compared),
+    entry(FormatReward, _not_compared),
+    entry(LengthReward, _not_compared),
+    entry(WeightedReward, _not_compared),  # its parts are
+)
+"""How a response gives an answer to each kind of reward; None of those that compare no response with the answer."""
 
 
 def response_of(reward: RewardConfig, answer: str) -> str:
     """Return a response that gives an answer as a reward, of a sum a part of it, compares it; else the answer."""
-    responses = [RESPONSES[type(each)](answer) for each in _compared(reward)]
+    responses = [respond(answer) for _, respond in _compared(reward)]
     return next((response for response in responses if response != answer), answer)
 
 
@@ -38,25 +79,24 @@ def check_answers(config: RunConfig, prompts: PromptDataset, held_out: PromptDat
     """
     train_paths = [source.path for source in config.data.train_sources]
     in_order = len(train_paths) == 1 and not isinstance(config.data.curriculum, LevelCurriculum)
-    for reward in _compared(config.reward):
-        _check(reward, " or ".join(train_paths), prompts, in_order=in_order)
+    for reward, respond in _compared(config.reward):
+        _check(reward, respond, " or ".join(train_paths), prompts, in_order=in_order)
         if held_out is not None:
-            _check(reward, str(config.data.eval_path), held_out, in_order=True)
+            _check(reward, respond, str(config.data.eval_path), held_out, in_order=True)
 
 
-def _compared(reward: RewardConfig) -> Iterator[RewardConfig]:
+def _compared(reward: RewardConfig) -> Iterator[tuple[RewardConfig, Respond]]:
     for each in parts_of(reward):
-        if type(each) in RESPONSES:
-            yield each
+        if (respond := RESPONSES(each)) is not None:
+            yield each, respond
 
 
-def _check(reward: RewardConfig, path: str, prompts: PromptDataset, *, in_order: bool) -> None:
+def _check(reward: RewardConfig, respond: Respond, path: str, prompts: PromptDataset, *, in_order: bool) -> None:
     is_of_row = isinstance(reward, ReasoningGymReward)  # whose verifiers read the row's metadata
     first: dict[str | int, int] = {}  # row of each answer
     for number in range(len(prompts)):
         first.setdefault(number if is_of_row else prompts[number].answer, number)
     rows = [prompts[number] for number in first.values()]
-    respond = RESPONSES[type(reward)]
     items = [RewardItem(row.prompt_text, respond(row.answer), row.answer, row.info) for row in rows]
     with ThreadPoolExecutor(1) as thread:  # as an event loop runs in this one if the flow is a deployment's
         outcomes = thread.submit(_score, reward, items).result()

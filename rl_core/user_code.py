@@ -78,19 +78,33 @@ _own_loops = threading.local()
 
 @contextmanager
 def outside_of_loop() -> Iterator[None]:
-    """Run plain code in a coroutine as if no event loop were running, so that it may run one of its own."""
+    """Run plain code in a coroutine as if no event loop were running, so that it may run one of its own.
+
+    The public way, another thread, is none for users' code: there it can set no signal handler, such as that of a time
+    limit.
+    """
+    running = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(running)
+
+
+@contextmanager
+def in_own_loop() -> Iterator[None]:
+    """Run plain code `outside_of_loop`, where `asyncio.get_event_loop` returns a loop of this thread's own."""
     running = asyncio.get_running_loop()
     own: asyncio.AbstractEventLoop | None = getattr(_own_loops, "loop", None)
     if own is None or own.is_closed():
         own = _own_loops.loop = asyncio.new_event_loop()
         atexit.register(own.close)
-    asyncio._set_running_loop(None)
-    asyncio.set_event_loop(own)  # which `asyncio.get_event_loop` returns
-    try:
-        yield
-    finally:
-        asyncio.set_event_loop(running)
-        asyncio._set_running_loop(running)
+    with outside_of_loop():
+        asyncio.set_event_loop(own)
+        try:
+            yield
+        finally:
+            asyncio.set_event_loop(running)
 
 
 def describe_error(error: BaseException) -> str:

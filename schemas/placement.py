@@ -14,7 +14,7 @@ GpuPhase = Literal["rollout", "scoring", "update"]
 PartBytes = dict[Part, NonNegativeInt]
 
 
-class Slot(Frozen):
+class WorkerSlot(Frozen):
     """The place of one worker, decided by the driver."""
 
     worker: str

@@ -1,9 +1,9 @@
 """The program of an environment process: makes and steps environments as its parent asks.
 
-It needs the standard library only, because it also runs in interpreters without Sluice. Messages are JSON: first the
-settings, answered by `{"ready": true, "is_disposable": bool}` or an error (`infra.processes.calls.Parent`); then
-requests with an environment's `number`, answered in any order. A request makes the environment if it has a `make`, and
-then takes its `action`, if any; or, with `close`, it forgets the environment.
+It and the modules of Sluice that it imports need the standard library only, because it also runs in interpreters
+without Sluice. Messages are JSON: first the settings, answered by `{"ready": true, "is_disposable": bool}` or an error
+(`infra.processes.calls.Parent`); then requests with an environment's `number`, answered in any order. A request makes
+the environment if it has a `make`, and then takes its `action`, if any; or, with `close`, it forgets the environment.
 """
 
 import asyncio
@@ -25,8 +25,9 @@ from operator import methodcaller
 from types import ModuleType
 from typing import Any
 
-from infra.processes.calls import Call, CallError, Parent, describe, outside_of_loop
+from infra.processes.calls import Call, CallError, Parent, describe
 from infra.processes.threads import ThreadPerCall
+from rl_core.user_code import outside_of_loop
 
 MAX_MESSAGES = 64  # of one observation
 OF_OBSERVATIONS = ("observations", "roles", "extras", "tools", "after", "sampling")  # of replies: what is asked
@@ -104,14 +105,14 @@ def load(path: str, arguments: dict[str, Any]) -> Callable[..., Any]:
     return found
 
 
-def main(connection: int, mark: int) -> None:
+def main(connection: int, memory: int) -> None:
     """Serve the parent at the other end of a socket until it closes.
 
     Args:
         connection: The socket's descriptor.
-        mark: The descriptor of the memory in which the parent sees what this process does.
+        memory: The descriptor of the memory in which the parent sees what this process does.
     """
-    parent = Parent(connection, mark)
+    parent = Parent(connection, memory)
     os.dup2(2, 1)  # what the user's code prints
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     asyncio.run(_serve(parent))
@@ -180,7 +181,7 @@ class Server:
         self, number: int, seconds: float, make: dict[str, Any] | None = None, action: str | None = None
     ) -> None:
         """Make the environment, or let it take an action in `seconds`, and answer."""
-        call = Call(self._parent.mark, number, 0.0)
+        call = Call(self._parent.state, number, 0.0)
         try:
             if make is not None:
                 await self._close(number)
@@ -190,7 +191,7 @@ class Server:
                 except CallError as error:
                     kind = "late" if error.kind == "timeout" else "differs" if make["is_recorded"] else error.kind
                     raise CallError(kind, str(error)) from None
-            with Call(self._parent.mark, number, seconds) as call:
+            with Call(self._parent.state, number, seconds) as call:
                 if make is not None and action is None:
                     await self._make(call, number, make["task"], make["seed"])
                 reply = await self._ask(call, number, action)
@@ -205,7 +206,7 @@ class Server:
         describe = getattr(self._environments.get(number), "describe_timeout", None)
         if error.kind != "timeout" or describe is None:
             return str(error)
-        with Call(self._parent.mark, number, self._settings["step_seconds"]) as call, suppress(CallError):
+        with Call(self._parent.state, number, self._settings["step_seconds"]) as call, suppress(CallError):
             return f"{error}; {await call.run(describe)}"
         return str(error)
 
@@ -227,13 +228,13 @@ class Server:
 
         If it answers otherwise than `expected`, the replies to the reset and the actions, the `CallError` is `differs`.
         """
-        with Call(self._parent.mark, number, self._settings["reset_seconds"], is_remade=True) as call:
+        with Call(self._parent.state, number, self._settings["reset_seconds"], is_remade=True) as call:
             await self._make(call, number, task, seed)
         for at, action in enumerate([None, *history] if _keeps_state(self._class) else []):
             limit = self._settings["reset_seconds" if action is None else "step_seconds"]
             if hasattr(environment := self._environments[number], "expect"):
                 environment.expect(partial(self._is_expected, expected[at], is_reset=action is None))
-            with Call(self._parent.mark, number, limit, is_remade=True) as call:
+            with Call(self._parent.state, number, limit, is_remade=True) as call:
                 reply = await self._ask(call, number, action)
                 if reply != expected[at]:
                     raise CallError("differs", f"its answer {at} is {reply!r:.200}, but was {expected[at]!r:.200}")
@@ -257,7 +258,7 @@ class Server:
     async def _close(self, number: int) -> None:
         environment = self._environments.pop(number, None)
         try:
-            with Call(self._parent.mark, number, self._settings["step_seconds"]) as call:
+            with Call(self._parent.state, number, self._settings["step_seconds"]) as call:
                 await call.run(lambda: environment.close() if hasattr(environment, "close") else None)
         except CallError as error:
             self._parent.answer(warning=f"close() of an environment failed: {error}")

@@ -13,6 +13,8 @@ import infra.environments.child
 import infra.processes.calls
 import infra.processes.lifeline
 import infra.processes.threads
+import rl_core.user_code
+import schemas.errors
 from infra.environments.interpreter import Interpreter
 from infra.processes.calls import Running
 from infra.processes.isolated import IsolatedProcess
@@ -21,7 +23,14 @@ from rl_core.environments.base import Task
 from schemas.config.environment import TurnLimits
 from schemas.errors import EnvironmentImportError
 
-MODULES = (infra.processes.lifeline, infra.processes.calls, infra.processes.threads, infra.environments.child)
+MODULES = (
+    schemas.errors,
+    rl_core.user_code,
+    infra.processes.lifeline,
+    infra.processes.calls,
+    infra.processes.threads,
+    infra.environments.child,
+)
 # Loads the modules by their files: no package of Sluice is on the module path of its interpreter. Nor is the current
 # folder, which `-P` would not add either, but only in Python 3.11 and later. They are forgotten again, as packages that
 # an environment imports would lack them.

@@ -41,7 +41,7 @@ class _Texts:
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise InvalidActionError(f"The action is no JSON: {error}") from error
+            raise InvalidActionError(f"The action is not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise InvalidActionError("The action must be a JSON object.")
         return fields

@@ -22,7 +22,7 @@ ALIGNMENT = 64  # bytes
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """A tensor's place in the buffer: `num_bytes` from `offset` on."""
 
     spec: TensorSpec
@@ -43,7 +43,7 @@ def tensor_specs(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     )
 
 
-def assign_slots(specs: Sequence[TensorSpec]) -> list[Slot]:
+def assign_slots(specs: Sequence[TensorSpec]) -> list[TensorSlot]:
     """Return each tensor's slot.
 
     Raises:
@@ -56,7 +56,7 @@ def assign_slots(specs: Sequence[TensorSpec]) -> list[Slot]:
     found, offset = [], 0
     for spec in specs:
         num_bytes = math.prod(spec.shape) * _dtype(spec).itemsize
-        found.append(Slot(spec, offset, num_bytes))
+        found.append(TensorSlot(spec, offset, num_bytes))
         offset += _padded(num_bytes)
     return found
 
@@ -68,7 +68,7 @@ def flat_bytes(specs: Sequence[TensorSpec]) -> int:
 
 def pair_with_slots(
     specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[Slot, Tensor]]:
+) -> Iterator[tuple[TensorSlot, Tensor]]:
     """Yield each tensor with its slot.
 
     Raises:

@@ -1,6 +1,6 @@
 """Calls of users' code, in its process: requests and answers, time limits, and whose code is running.
 
-Needs the standard library only, like `infra.environments.child`.
+It and what it imports need the standard library only, like `infra.environments.child`.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from infra.processes.lifeline import end_with_parent
+from rl_core.user_code import outside_of_loop
 
 BEAT_SECONDS = 1.0  # between two signs of life
 MESSAGE_BYTES = struct.Struct("!Q")  # the length of the message that follows
@@ -43,11 +44,11 @@ class Running(NamedTuple):
     is_remade: bool = False  # whether it is being made again
 
 
-class Mark:
+class SharedCallState:
     """What a process is doing, in memory that its parent can read whatever the process does, and after its end.
 
     Args:
-        descriptor: A file in memory of `SIZE` bytes; the mark doesn't close it.
+        descriptor: A file in memory of `SIZE` bytes; this doesn't close it.
     """
 
     SIZE = 40
@@ -90,15 +91,15 @@ class Parent:
 
     Args:
         descriptor: The socket's.
-        memory: That of the mark.
+        memory: That of the shared state.
 
     Attributes:
-        mark: Shows the parent what this process does.
+        state: Shows the parent what this process does.
     """
 
     def __init__(self, descriptor: int, memory: int) -> None:
         end_with_parent()
-        self._descriptor, self.mark = descriptor, Mark(memory)
+        self._descriptor, self.state = descriptor, SharedCallState(memory)
         os.set_inheritable(descriptor, False)
         os.close(memory)
         os.register_at_fork(after_in_child=self._detach)
@@ -116,7 +117,7 @@ class Parent:
 
     def answer(self, **values: Any) -> None:
         """Send a line of JSON."""
-        self.mark.beat()
+        self.state.beat()
         self._writer.write(json.dumps(values).encode() + b"\n")
 
     async def refuse(self, kind: str, message: str) -> None:
@@ -126,14 +127,14 @@ class Parent:
 
     async def _beat(self) -> None:
         while True:
-            self.mark.beat()
+            self.state.beat()
             await asyncio.sleep(BEAT_SECONDS)
 
     def _detach(self) -> None:
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, self._descriptor, inheritable=False)
         os.close(nothing)
-        self.mark.detach()
+        self.state.detach()
 
 
 class Call:
@@ -145,8 +146,8 @@ class Call:
     current: ContextVar["Call"] = ContextVar("current")
     all_busy_seconds = 0.0  # for which code of any call has been running
 
-    def __init__(self, mark: Mark, number: int, limit_seconds: float, *, is_remade: bool = False) -> None:
-        self._mark, self._number, self._limit_seconds, self._is_remade = mark, number, limit_seconds, is_remade
+    def __init__(self, state: SharedCallState, number: int, limit_seconds: float, *, is_remade: bool = False) -> None:
+        self._state, self._number, self._limit_seconds, self._is_remade = state, number, limit_seconds, is_remade
         self._began, self._busy_before, self._busy_seconds = time.monotonic(), Call.all_busy_seconds, 0.0
         self._is_over = False  # then what still runs in the background gets the limit again
         self._num_waiting, self._num_running = 0, 0  # threads
@@ -224,22 +225,22 @@ class Call:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Hold the mark: what runs in this context is the call's code."""
-        before, began = self._mark.running, time.monotonic()
+        """Show, in the shared state, that what runs in this context is the call's code."""
+        before, began = self._state.running, time.monotonic()
         left = self._limit_seconds - (0.0 if self._is_over else self.seconds)
-        self._mark.running = Running(self._number, began + left, self._limit_seconds, self._is_remade)
+        self._state.running = Running(self._number, began + left, self._limit_seconds, self._is_remade)
         try:
             yield
         finally:
             busy_seconds = time.monotonic() - began
             self._busy_seconds += busy_seconds
             Call.all_busy_seconds += busy_seconds
-            self._mark.beat()
-            self._mark.running = before
+            self._state.beat()
+            self._state.running = before
 
 
 class MarkedCoroutine(Coroutine[Any, Any, Any]):
-    """A coroutine of a call, which holds the mark whenever it runs."""
+    """A coroutine of a call, which is shown whenever it runs."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], call: Call) -> None:
         self._coroutine, self._call = coroutine, call
@@ -274,19 +275,8 @@ async def _await(result: Awaitable[Any]) -> Any:
     return await result
 
 
-@contextmanager
-def outside_of_loop() -> Iterator[None]:
-    """Run plain code as if no event loop were running, so that it may run one of its own."""
-    loop = asyncio.get_running_loop()
-    asyncio._set_running_loop(None)
-    try:
-        yield
-    finally:
-        asyncio._set_running_loop(loop)
-
-
 def create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
-    """Create a task, as the factory of a loop's tasks; one of a call's, or of its tasks', holds the mark."""
+    """Create a task, as the factory of a loop's tasks; one of a call's, or of its tasks', is shown."""
     call = Call.current.get(None)
     return asyncio.Task(coroutine if call is None else MarkedCoroutine(coroutine, call), loop=loop, **options)
 

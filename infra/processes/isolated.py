@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from infra.processes.calls import MESSAGE_BYTES, Mark
+from infra.processes.calls import MESSAGE_BYTES, SharedCallState
 
 RECEIVE_BYTES = 2**16
 GRACE_POLL_SECONDS = 0.01
@@ -113,7 +113,7 @@ class IsolatedProcess:
         variables: Its environment variables; None: this process's.
 
     Attributes:
-        mark: What it is doing.
+        state: What it is doing.
         ready: Its first answer, once it can take calls.
         ended: Whether no more answers will follow.
         started_at: When it was started, by `time.monotonic`.
@@ -128,10 +128,10 @@ class IsolatedProcess:
     ) -> None:
         self._connection, theirs = socket.socketpair()
         self._connection.setblocking(False)
-        memory = os.memfd_create("mark")
+        memory = os.memfd_create("calls")
         try:
-            os.truncate(memory, Mark.SIZE)
-            self.mark = Mark(memory)
+            os.truncate(memory, SharedCallState.SIZE)
+            self.state = SharedCallState(memory)
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(memory), *arguments],
                 stdin=subprocess.PIPE,  # the lifeline: the kernel closes it when this process ends, however it ends

@@ -1,7 +1,7 @@
 """Supervision of processes that run users' code: one that hangs or crashes costs the call that did it, no other.
 
 Which call's code a process runs is marked in memory that its parent reads, also after its end
-(`infra.processes.calls.Mark`). So a loss has one known cause, even if hundreds of async calls overlap.
+(`infra.processes.calls.SharedCallState`). So a loss has one known cause, even if hundreds of async calls overlap.
 """
 
 import logging
@@ -79,7 +79,7 @@ class Slot(ABC, Generic[AnyCall]):
 
     def seconds_to_wait(self) -> float:
         """Return after how many seconds to call `serve` if the process doesn't answer."""
-        running = self.process.mark.running
+        running = self.process.state.running
         if running.number < 0:
             return POLL_SECONDS
         return min(max(0.0, running.deadline + GRACE_SECONDS - time.monotonic()), POLL_SECONDS)
@@ -140,17 +140,17 @@ class Slot(ABC, Generic[AnyCall]):
             return "ended"
         if process.ready is None:
             return "late" if now > process.started_at + READY_SECONDS else None
-        running = process.mark.running
+        running = process.state.running
         if running.number >= 0:
             return "late" if now > running.deadline + GRACE_SECONDS else None
-        return "silent" if self.sent and now > process.mark.last_beat + SILENT_SECONDS else None
+        return "silent" if self.sent and now > process.state.last_beat + SILENT_SECONDS else None
 
     def _replace(self, loss: Loss) -> None:
         """Replace a lost process: the call that was the cause fails, all others wait again, before those that wait."""
         process, now = self.process, time.monotonic()
         how = process.kill(GRACE_SECONDS if loss == "ended" else 0.0)  # its socket closes a little before its end
         self._record(process.receive())  # what it sent before it was killed
-        running, outstanding = process.mark.running, list(self.sent.values())
+        running, outstanding = process.state.running, list(self.sent.values())
         causes = self._causes(loss, running, now) if process.ready else self._causes_while_loading(loss, how)
         self._waiting.extendleft(call for call in reversed(outstanding) if call not in causes)
         self.restart()

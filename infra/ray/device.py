@@ -6,17 +6,17 @@ import os
 from typing import TYPE_CHECKING
 
 from schemas.errors import ConfigError
-from schemas.placement import Slot, WorkerPlace
+from schemas.placement import WorkerPlace, WorkerSlot
 
 if TYPE_CHECKING:
     import torch
 
-_slot: Slot | None = None  # of this process; None outside of workers
+_slot: WorkerSlot | None = None  # of this process; None outside of workers
 
 logger = logging.getLogger(__name__)
 
 
-def occupy(slot: Slot) -> None:
+def occupy(slot: WorkerSlot) -> None:
     """Take the place that the driver decided for this process; before torch is imported, so that it sees no other GPU.
 
     Raises:
@@ -62,7 +62,7 @@ def _say(name: str) -> None:
     logger.info("computing on %s", name)
 
 
-def place_of_process(slot: Slot) -> WorkerPlace:
+def place_of_process(slot: WorkerSlot) -> WorkerPlace:
     """Return where this process computes, which has that slot and has started."""
     import ray
     import torch

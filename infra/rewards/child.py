@@ -21,18 +21,18 @@ from rl_core.rewards import (
     score_one,
     turns_of,
 )
-from rl_core.user_code import outside_of_loop
+from rl_core.user_code import in_own_loop
 from schemas.errors import UserError
 
 
-def main(connection: int, mark: int) -> None:
+def main(connection: int, memory: int) -> None:
     """Serve the parent at the other end of a socket until it closes.
 
     Args:
         connection: The socket's descriptor.
-        mark: The descriptor of the memory in which the parent sees what this process does.
+        memory: The descriptor of the memory in which the parent sees what this process does.
     """
-    asyncio.run(_serve(Parent(connection, mark)))
+    asyncio.run(_serve(Parent(connection, memory)))
 
 
 async def _serve(parent: Parent) -> None:
@@ -40,7 +40,7 @@ async def _serve(parent: Parent) -> None:
     config, is_first = pickle.loads(await anext(messages))  # noqa: S301 - from the parent, not from disk
     limit_seconds = math.inf if config.timeout_seconds is None else config.timeout_seconds
     try:
-        with outside_of_loop():
+        with in_own_loop():
             function = load_reward(config)
         if is_first:  # else it was prepared in the process whose place this one takes
             await prepare(function)
@@ -54,7 +54,7 @@ async def _serve(parent: Parent) -> None:
     async def score(number: int, item: RewardItem) -> None:
         async with turns:  # only then does its time begin
             try:
-                with Call(parent.mark, number, limit_seconds) as call:
+                with Call(parent.state, number, limit_seconds) as call:
                     outcome = await call.finish(score_one(function, item))
             except CallError:
                 outcome = RewardOutcome.timed_out(limit_seconds, describe_timeout(function))

@@ -13,7 +13,7 @@ from infra.ray.health import Pingable
 from infra.ray.tracing import received_trace
 from infra.ray.worker_logs import LogBuffer, Reply
 from infra.workers.placement import release
-from schemas.placement import Slot, WorkerPlace
+from schemas.placement import WorkerPlace, WorkerSlot
 from schemas.step import RunHandle
 
 
@@ -46,7 +46,7 @@ class PlacedActor(Pingable, WorkerActor):
         secrets: Environment variables, set before anything is imported; Ray keeps them in memory alone.
     """
 
-    def __init__(self, slot: Slot, run: RunHandle, number: int, secrets: Mapping[str, str]) -> None:
+    def __init__(self, slot: WorkerSlot, run: RunHandle, number: int, secrets: Mapping[str, str]) -> None:
         os.environ.update(secrets)
         occupy(slot)
         super().__init__(run, number)

@@ -34,7 +34,7 @@ from infra.workers.layout import (
 )
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ResourcesError
-from schemas.placement import Device, Slot
+from schemas.placement import Device, WorkerSlot
 from schemas.step import RunHandle
 
 _POLL_SECONDS = 0.5
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 class Place(NamedTuple):
     """A worker's slot, and the options of `ray.remote` that put it there."""
 
-    slot: Slot
+    slot: WorkerSlot
     options: dict[str, Any]
 
 
@@ -138,9 +138,9 @@ def _nodes_on_cpu(config: RunConfig) -> dict[tuple[Role, int], str]:
     return {worker: nodes[index] for worker, index in spread.items()}
 
 
-def _slot(role: Role, number: int, node: str, addresses: dict[str, str], device: Device, sharing: int) -> Slot:
+def _slot(role: Role, number: int, node: str, addresses: dict[str, str], device: Device, sharing: int) -> WorkerSlot:
     worker, address = f"{role}-{number}", addresses[node]
-    return Slot(worker=worker, node=node, address=address, device=device, sharing=sharing, owner=run_owner())
+    return WorkerSlot(worker=worker, node=node, address=address, device=device, sharing=sharing, owner=run_owner())
 
 
 def _group_name(identity: str) -> str:

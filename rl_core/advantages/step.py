@@ -65,7 +65,7 @@ def prepare_updates(
     if config.sft is not None:
         return _plan_given_rows(config, step, rollout)
     scored = np.asarray(rollout.rewards, dtype=np.float64)
-    live = np.flatnonzero(~np.isnan(scored))
+    live = np.flatnonzero(~np.isnan(scored))  # rows whose reward did not fail; own: that the step sampled itself
     own = live < (sampled := rollout.sampled).num_rows  # reused rows are the last ones
     if not own.any():
         failure = next((shard.failure for shard in rollout.shards if shard.failure), "no message")

@@ -97,7 +97,7 @@ def without_reasoning(text: str) -> str:
 
 
 def _end_of_json(text: str, begin: int) -> int:
-    """Return where the JSON value that begins there ends, or where it first is no JSON."""
+    """Return where the JSON value that begins there ends, or where it first is not JSON."""
     try:
         return _SCANNER.raw_decode(text, begin)[1]
     except json.JSONDecodeError as error:
@@ -161,7 +161,7 @@ def _float(digits: str) -> float:
 
 
 def _constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 _SCANNER = json.JSONDecoder(parse_int=len, parse_float=len)  # of which only the end matters

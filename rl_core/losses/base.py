@@ -72,7 +72,7 @@ class LossInputs:
             ValueError: The number of values in a token column isn't the sum of the lengths.
         """
         lengths = response_lengths.to(device=policy_logprobs.device, dtype=torch.int64)
-        columns = {
+        columns: dict[str, Any] = {
             "policy_logprobs": policy_logprobs,
             "behavior_logprobs": behavior_logprobs,
             "advantages": advantages,
@@ -91,19 +91,9 @@ class LossInputs:
                 raise ValueError(f"{name} has shape {tuple(column.shape)}, but response_lengths add up to {num_tokens}")
         sequence_index = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         return cls(
-            policy_logprobs=policy_logprobs,
-            behavior_logprobs=behavior_logprobs,
-            advantages=advantages,
-            loss_mask=loss_mask,
+            **columns,
             sequence_index=sequence_index,
             loss_tokens_per_sequence=torch.bincount(sequence_index[loss_mask], minlength=len(lengths)),
-            sampler_logprobs=sampler_logprobs,
-            reference_logprobs=reference_logprobs,
-            teacher_logprobs=teacher_logprobs,
-            policy_top_logprobs=policy_top_logprobs,
-            teacher_top_logprobs=teacher_top_logprobs,
-            entropy=entropy,
-            selected=selected,
         )
 
     def select_trained(self) -> "LossInputs":
@@ -119,6 +109,14 @@ class LossInputs:
         }
         return replace(self, **selected)
 
+    def finite_columns(self) -> dict[str, Tensor]:
+        """Return, by name, the columns that are there whose values must be finite: log-probs, advantages, not entropy.
+
+        An entropy that is only reported may be NaN; one that is trained on makes the loss NaN itself.
+        """
+        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "entropy"}
+        return {name: values for name, values in columns.items() if values is not None and values.is_floating_point()}
+
     def sum_by_sequence(self, values: Tensor) -> Tensor:
         """Sum [T] values over the tokens of each sequence: [S]."""
         return values.new_zeros(len(self.loss_tokens_per_sequence)).index_add(0, self.sequence_index, values)
@@ -129,7 +127,9 @@ class Surrogate:
     """The policy term of T trained tokens, minimized as a surrogate for the negative expected reward."""
 
     losses: Tensor  # [T], with gradient
-    ratio: Tensor | None  # [T], policy over behavior probability, as clipped by this loss; None: the loss has none
+    # [T], policy over behavior probability, as clipped by this loss; one of samples that uses none returns that of
+    # `log_ratio`. None: of the cross-entropy alone, which is reported in its place.
+    ratio: Tensor | None
     clipped: dict[str, Tensor]  # [T] bool by side, "low", "high", "dual" or "cov": the tokens that it clips; {}: none
 
 

@@ -56,17 +56,7 @@ def nan_unless_finite(trained: LossInputs) -> Tensor:
     Otherwise clamping, truncation or masking could hide an infinite value, and a column that is only reported would not
     reach the loss at all.
     """
-    columns = (
-        trained.policy_logprobs,
-        trained.behavior_logprobs,
-        trained.sampler_logprobs,
-        trained.reference_logprobs,
-        trained.teacher_logprobs,
-        trained.policy_top_logprobs,
-        trained.teacher_top_logprobs,
-        trained.advantages,
-    )
-    zeros = [(column * 0).sum() for column in columns if column is not None]
+    zeros = [(column * 0).sum() for column in trained.finite_columns().values()]
     return torch.stack(zeros).sum()
 
 

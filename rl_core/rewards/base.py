@@ -11,7 +11,7 @@ from inspect import isawaitable, iscoroutinefunction
 from typing import Any
 
 from rl_core.rewards.outcome import RewardOutcome, group_outcome
-from rl_core.user_code import outside_of_loop
+from rl_core.user_code import in_own_loop
 
 Score = float | Mapping[str, float]
 """A number, or a dict with the number as `reward` (or, as in verl, `score`) in addition to named parts."""
@@ -188,7 +188,7 @@ async def _call(function: AnyRewardFunction, item: RewardItem) -> RewardOutcome:
     """Return what a function makes of arguments of its own, which it may change."""
     info = deepcopy(item.info | item.trajectory)
     completion: Any = item.completion if isinstance(item.completion, str) else list(item.completion)
-    with nullcontext() if is_concurrent(function) else outside_of_loop():
+    with nullcontext() if is_concurrent(function) else in_own_loop():
         score = function(item.prompt, completion, item.answer, info)
     if isawaitable(score):
         score = await score

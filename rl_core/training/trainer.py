@@ -180,8 +180,9 @@ class Trainer:
     def _inputs(self, rows: RankRows, micro: MicroBatch) -> LossInputs:
         columns = rows.take(micro.rows)
         row = packed_row(columns, micro.num_tokens)
-        names = {*_loss_columns(self._config), SELECTED_COLUMN} & {*columns.schema.names} - {*TURN_COLUMNS}
-        given = {name: as_tensor(columns[name]) for name in names}
+        # Others are read already, by `token_advantages` and `packed_row`, or not there: the first update's behavior.
+        names = {*_loss_columns(self._config), SELECTED_COLUMN} & {*columns.schema.names}
+        given = {name: as_tensor(columns[name]) for name in names - {*TURN_COLUMNS, TOP_COLUMNS[1]}}
         if "advantages" in given:
             given["advantages"] = token_advantages(columns)
         if not self._config.loss.observation_coef:  # no other token's log-prob is used
@@ -192,19 +193,13 @@ class Trainer:
             row, entropy="grad" if self._config.loss.entropy_coef else "no_grad"
         )
         own = logprobs.detach()
+        unless_given = {"behavior_logprobs": own, "advantages": torch.ones_like(own)}
         return LossInputs.from_rows(
             policy_logprobs=logprobs,
             entropy=entropy,
-            behavior_logprobs=given.get("behavior_logprobs", own),
-            sampler_logprobs=given.get("sampler_logprobs"),
-            reference_logprobs=given.get("reference_logprobs"),
-            teacher_logprobs=given.get("teacher_logprobs"),
             policy_top_logprobs=top_logprobs,
-            teacher_top_logprobs=given.get("teacher_top_logprobs"),
-            advantages=given.get("advantages", torch.ones_like(own)),
-            selected=given.get(SELECTED_COLUMN),
-            loss_mask=given["loss_mask"],
             response_lengths=row.response_lengths,
+            **unless_given | given,
         )
 
     def _loss(self, inputs: LossInputs, update: UpdatePlan) -> tuple[Tensor, Metrics]:
@@ -250,11 +245,8 @@ def _non_finite(inputs: LossInputs, micro: MicroBatch) -> dict[int, tuple[str, .
     """Return the rows that have a non-finite input on a trained token, and the inputs' names; all rows if none has."""
     trained = inputs.select_trained()
     found: dict[int, tuple[str, ...]] = {}
-    models = ("policy", "behavior", "sampler", "reference", "teacher", "policy_top", "teacher_top")
-    for name in (*(f"{model}_logprobs" for model in models), "advantages"):
-        values: Tensor | None = getattr(trained, name)
-        if values is not None:
-            finite = torch.isfinite(values).reshape(len(values), -1).all(-1)
-            for at in set(trained.sequence_index[~finite].tolist()):
-                found[micro.rows[at]] = (*found.get(micro.rows[at], ()), name)
+    for name, values in trained.finite_columns().items():
+        finite = torch.isfinite(values).reshape(len(values), -1).all(-1)
+        for at in set(trained.sequence_index[~finite].tolist()):
+            found[micro.rows[at]] = (*found.get(micro.rows[at], ()), name)
     return found or dict.fromkeys(micro.rows, ())

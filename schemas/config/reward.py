@@ -90,7 +90,7 @@ class EnvironmentReward(InProcessReward):
 
 
 class ReasoningGymReward(IsolatedReward):
-    """reasoning-gym's own verifier of the task in `data_source` (extra `demo`)."""
+    """reasoning-gym's own verifier of the task in `data_source` (extra `reasoning-gym`)."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
 
@@ -206,8 +206,9 @@ _OfOneResponse = (
 def _refuse_judge_model(reward: Any) -> Any:
     if isinstance(reward, dict) and reward.get("kind") == "judge_model":
         raise ValueError(
-            'kind = "judge_model" was removed (Sluice 0.2 reads runs that have it); serve the judge, as by '
-            f'`vllm serve {reward.get("path", "PATH")}`, and set kind = "judge" with url and model (docs/rewards.md)'
+            'kind = "judge_model" was removed (the Sluice that wrote them reads runs that have it); serve the judge, '
+            f'as by `vllm serve {reward.get("path", "PATH")}`, and set kind = "judge" with url and model '
+            "(docs/rewards.md)"
         )
     return reward
 

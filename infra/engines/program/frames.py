@@ -59,7 +59,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[bytearray]]
         if not all(type(size) is int and 0 <= size <= MAX_BUFFER_BYTES for size in sizes):
             raise TypeError
     except (ValueError, TypeError, KeyError):
-        raise ProtocolError(f"a header that is no JSON object with sizes: {bytes(text[:80])!r}") from None
+        raise ProtocolError(f"a header that is not a JSON object with sizes: {bytes(text[:80])!r}") from None
     return header, [_receive(connection, size) for size in sizes]
 
 

@@ -125,6 +125,7 @@ class VllmProgram:
             tokens = list(sampled.token_ids)
             self._histories[row] = self._histories[row] + tokens
             found += [np.array(tokens, dtype=np.int32), np.array(sampled.logprobs.logprobs, dtype=np.float32)]
+        # Not of `LLMEngine.get_metrics`, which needs `log_stats`: vLLM then gathers and logs all of its statistics.
         scheduler = self._engine.engine_core.engine_core.scheduler
         unfinished, waiting = scheduler.get_request_counts()
         usage = {"running": unfinished + len(outputs), "waiting": waiting, "cache": scheduler.get_kv_cache_usage()}

@@ -94,6 +94,10 @@ def field(config: RunConfig, path: str) -> Any:
     return value
 
 
+def test_every_method_is_compared() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.toml") if not path.stem.startswith("demo")} == set(METHODS)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_one_file_is_one_method(name: str) -> None:
     config = load_config(CONFIGS / f"{name}.toml")

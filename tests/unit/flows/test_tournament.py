@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.configs import find_config
+from flows.configs import CONFIGS, find_config
 from flows.replay.replay import StepFigures
 from flows.tournament import Standing, Tournament, final_order, open_tournament, parse_methods, plan_forks, rank
 from infra.checkpoints import open_checkpoints
@@ -21,7 +21,7 @@ from tests.support.command import Command, assert_rejected, make_command
 from tests.support.configs import run_config
 from tests.support.small_run import columns_of, make_small_run
 
-BUILT_IN = ("cispo", "dapo", "dr_grpo", "grpo", "gspo", "rloo")
+BUILT_IN = sorted(path.stem for path in CONFIGS.glob("*.toml") if not path.stem.startswith("demo"))
 
 
 @pytest.fixture

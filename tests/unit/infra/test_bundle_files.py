@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from flows.replay.bundle import without_programs
+from flows.replay.bundle import _PLACES, without_programs
 from infra.history.bundle_files import FORMAT, MANIFEST, BundleManifest, pack, unpack
 from schemas.config.rollout import ProgramRollout, TransformersRollout, VllmRollout
+from schemas.config.runtime import RuntimeConfig
 from schemas.errors import BundleError
 
 FILES = {"config.json": b"{}", "columns/step-000003/_batch.json": b"batch", "policy/weights.safetensors": b"w" * 5000}
 
 Contents = dict[str, bytes]
+
+ELSEWHERE = {"runs_dir", "shared_memory", "max_restarts", "pool", "tracing", "profile_steps"}  # of the run's machines
 
 
 @pytest.fixture
@@ -113,3 +116,9 @@ def test_a_bundle_names_no_program_to_run() -> None:
     own = ProgramRollout(program="engine.py", python="venv/bin/python", num_prompts=7, temperature=0.5, stop=("a",))
     assert without_programs(own) == TransformersRollout(num_prompts=7, temperature=0.5, stop=("a",))
     assert without_programs(VllmRollout(python="venv/bin/python", dtype="bfloat16")) == VllmRollout(dtype="bfloat16")
+
+
+def test_every_key_of_the_runtime_is_in_a_bundle_or_of_the_run_alone() -> None:
+    undecided = set(RuntimeConfig.model_fields) ^ {*_PLACES, *ELSEWHERE}
+    assert not undecided, f"by it a step is computed: to _PLACES of flows/replay/bundle.py; else ELSEWHERE: {undecided}"
+    assert not ELSEWHERE & {*_PLACES}

@@ -51,7 +51,7 @@ def test_a_failed_call_says_why_and_the_next_one_is_answered() -> None:
     ("behaviour", "said"),
     [
         ("die the last words", r"is lost: exit code 3; its last lines:\n  the last words"),
-        ("garbage", r"was killed: it answered a header that is no JSON object with sizes: b'oops'"),
+        ("garbage", r"was killed: it answered a header that is not a JSON object with sizes: b'oops'"),
         ("hang", r"was killed: it has not answered 'step' within 0.5 s \(timeouts.engine_seconds\)"),
         ("half", r"was killed: it has not answered 'step' within 0.5 s \(timeouts.engine_seconds\)"),
         ("[]", r"was killed: it answered without a result"),

@@ -102,7 +102,7 @@ def test_an_openenv_environment_takes_actions_as_json_or_as_one_field(name: str)
             f'{{"heard": "aa {said.randint(0, 9)}", "left": 1}}',
         )
         for action, message in {
-            "b": "The action is invalid. The action is no JSON: ",
+            "b": "The action is invalid. The action is not JSON: ",
             "[]": "The action is invalid. The action must be a JSON object.",
             '{"text": "b", "times": 4}': "The action is invalid. times: Input should be less than or equal to 3",
         }.items():

@@ -1,4 +1,4 @@
-"""What a process shows of its calls: the mark in shared memory, and coroutines that hold it."""
+"""What a process shows of its calls: its state in shared memory, and coroutines that are in it."""
 
 import asyncio
 import inspect
@@ -12,46 +12,46 @@ from types import SimpleNamespace
 import pytest
 
 from infra.processes import calls
-from infra.processes.calls import Call, Mark, MarkedCoroutine, Running
+from infra.processes.calls import Call, MarkedCoroutine, Running, SharedCallState
 
 
 @pytest.fixture
 def memory() -> Iterator[int]:
-    memory = os.memfd_create("mark")
-    os.truncate(memory, Mark.SIZE)
+    memory = os.memfd_create("calls")
+    os.truncate(memory, SharedCallState.SIZE)
     yield memory
     os.close(memory)
 
 
 WRITER = """
 import sys, time
-from infra.processes.calls import Mark, Running
+from infra.processes.calls import SharedCallState, Running
 
-mark = Mark(int(sys.argv[1]))
-mark.beat()
-mark.running = Running(7, time.monotonic(), 1.0)
+state = SharedCallState(int(sys.argv[1]))
+state.beat()
+state.running = Running(7, time.monotonic(), 1.0)
 print("began", flush=True)
 for _ in range(100_000):
-    mark.beat()
-    mark.running = Running(7, time.monotonic(), 1.0)
+    state.beat()
+    state.running = Running(7, time.monotonic(), 1.0)
 """
 
 
 def test_a_mark_is_never_read_half_written(memory: int) -> None:
-    mark, began = Mark(memory), time.monotonic()
+    state, began = SharedCallState(memory), time.monotonic()
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(memory)], pass_fds=[memory], stdout=subprocess.PIPE
     ) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"began\n"
         while writer.poll() is None:
-            assert mark.last_beat >= began
-            assert mark.running.deadline >= began
-        assert mark.running.number == 7
+            assert state.last_beat >= began
+            assert state.running.deadline >= began
+        assert state.running.number == 7
 
 
 def test_a_fork_writes_no_mark(memory: int) -> None:
-    parent, fork = Mark(memory), Mark(memory)
+    parent, fork = SharedCallState(memory), SharedCallState(memory)
     fork.running = Running(3, 4.0, 5.0, is_remade=True)
     assert parent.running == Running(3, 4.0, 5.0, is_remade=True)
     fork.detach()
@@ -60,17 +60,17 @@ def test_a_fork_writes_no_mark(memory: int) -> None:
 
 
 def test_a_coroutine_holds_the_mark_whenever_it_runs(memory: int) -> None:
-    mark, seen = Mark(memory), []
+    state, seen = SharedCallState(memory), []
 
     async def work(event: asyncio.Event) -> str:
-        seen.append(mark.running.number)
+        seen.append(state.running.number)
         await event.wait()
-        seen.append(mark.running.number)
+        seen.append(state.running.number)
         return "done"
 
     async def play() -> None:
         event = asyncio.Event()
-        held = MarkedCoroutine(work(event), Call(mark, 7, 10.0))
+        held = MarkedCoroutine(work(event), Call(state, 7, 10.0))
         assert inspect.getcoroutinestate(held) == inspect.CORO_CREATED  # type: ignore[arg-type]
 
         async def outer() -> str:
@@ -79,7 +79,7 @@ def test_a_coroutine_holds_the_mark_whenever_it_runs(memory: int) -> None:
         task = asyncio.create_task(outer())
         await asyncio.sleep(0)
         assert inspect.getcoroutinestate(held) == inspect.CORO_SUSPENDED  # type: ignore[arg-type]
-        assert mark.running.number == -1
+        assert state.running.number == -1
         event.set()
         assert await task == "done"
 
@@ -90,7 +90,7 @@ def test_a_coroutine_holds_the_mark_whenever_it_runs(memory: int) -> None:
 def test_what_a_call_leaves_running_has_its_limit_again(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: now))
-    mark, deadlines = Mark(memory), []
+    state, deadlines = SharedCallState(memory), []
 
     async def play() -> None:
         nonlocal now
@@ -99,12 +99,12 @@ def test_what_a_call_leaves_running_has_its_limit_again(memory: int, monkeypatch
 
         async def rest() -> None:
             await event.wait()
-            deadlines.append(mark.running.deadline)
+            deadlines.append(state.running.deadline)
 
         async def work() -> None:
             left.append(asyncio.create_task(rest()))
 
-        with Call(mark, 7, 10.0) as call:
+        with Call(state, 7, 10.0) as call:
             await call.finish(work())
         now += 100.0
         event.set()

@@ -12,18 +12,18 @@ import pytest
 from infra.environments.pool import EnvironmentPool
 from infra.environments.slot import MAX_HUNG
 from infra.processes import calls
-from infra.processes.calls import Call, Mark
+from infra.processes.calls import Call, SharedCallState
 from infra.processes.threads import MAX_RUNNING, ThreadPerCall
 from rl_core.environments.tools import ToolEnvironment
 from tests.support.environment_pools import kinds, open_rows, opened, task
 
 
 @pytest.fixture
-def mark() -> Mark:
-    memory = os.memfd_create("mark")
-    os.truncate(memory, Mark.SIZE)
+def state() -> SharedCallState:
+    memory = os.memfd_create("calls")
+    os.truncate(memory, SharedCallState.SIZE)
     try:
-        return Mark(memory)
+        return SharedCallState(memory)
     finally:
         os.close(memory)
 
@@ -66,10 +66,12 @@ def exit_with(code: int) -> None:
     raise SystemExit(code)
 
 
-def test_the_clock_of_a_call_stands_still_until_a_thread_begins(mark: Mark, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_of_a_call_stands_still_until_a_thread_begins(
+    state: SharedCallState, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
     monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: now))
-    call, ends = Call(mark, 0, 10.0), threading.Event()
+    call, ends = Call(state, 0, 10.0), threading.Event()
 
     async def play() -> None:
         nonlocal now
@@ -88,10 +90,12 @@ def test_the_clock_of_a_call_stands_still_until_a_thread_begins(mark: Mark, monk
     asyncio.run(play())
 
 
-def test_the_clock_goes_on_while_a_thread_of_the_call_runs(mark: Mark, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_goes_on_while_a_thread_of_the_call_runs(
+    state: SharedCallState, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
     monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: now))
-    call = Call(mark, 0, 10.0)
+    call = Call(state, 0, 10.0)
     call.count_threads(waiting=2)
     now += 5.0
     call.count_threads(waiting=-1, running=1)

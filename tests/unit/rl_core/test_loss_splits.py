@@ -1,6 +1,7 @@
 """Independence of the loss from the micro-batch split, untrained tokens and non-finite values."""
 
 import math
+from dataclasses import fields
 from itertools import product
 
 import pytest
@@ -155,24 +156,43 @@ def test_untrained_tokens_cannot_poison_the_gradient(loss: LossConfig, correctio
     assert all(math.isfinite(value) for value in values(metrics).values())
 
 
+# A new column that need not be finite is named here, and left out by `LossInputs.finite_columns`.
+NOT_CHECKED = {"loss_mask", "sequence_index", "loss_tokens_per_sequence", "entropy", "selected"}
+CHECKED = [field.name for field in fields(LossInputs) if field.name not in NOT_CHECKED]
+
+
 @every_loss
-@pytest.mark.parametrize("column", ["policy", "behavior", "sampler", "reference", "advantages"])
+@pytest.mark.parametrize("column", CHECKED)
 def test_a_non_finite_value_makes_the_loss_nan(loss: LossConfig, column: str) -> None:
     for value, correction in product((math.nan, math.inf, -math.inf), CORRECTIONS.values()):
-        columns = {name: torch.zeros(2) for name in ("policy", "behavior", "sampler", "reference", "advantages")}
+        columns = {name: torch.zeros(2, 3) if "_top_" in name else torch.zeros(2) for name in CHECKED}
         columns[column][1] = value
+        columns["policy_logprobs"].requires_grad_()
         inputs = LossInputs.from_rows(
-            policy_logprobs=columns["policy"].requires_grad_(),
-            behavior_logprobs=columns["behavior"],
-            advantages=columns["advantages"],
+            **columns,
             loss_mask=torch.tensor([True, True]),
             response_lengths=torch.tensor([1, 1]),
-            sampler_logprobs=columns["sampler"],
-            reference_logprobs=columns["reference"],
             selected=torch.tensor([True, True]),
         )
-        # The reference is only reported here, and without a correction so is the sampler.
+        # Reference and teacher are only reported here, and without a correction so is the sampler.
         assert not torch.isfinite(loss_of(inputs, 2, 2, loss, correction=correction)[0])
+
+
+@every_loss_of_samples
+def test_a_ratio_beyond_overflow_keeps_a_finite_gradient(loss: LossConfig) -> None:
+    for advantage in (1.0, -1.0):
+        policy = torch.tensor([-0.1], requires_grad=True)
+        inputs = LossInputs.from_rows(
+            policy_logprobs=policy,
+            behavior_logprobs=torch.tensor([-200.0]),  # exp of the difference overflows; that of `log_ratio` doesn't
+            advantages=torch.tensor([advantage]),
+            loss_mask=torch.tensor([True]),
+            response_lengths=torch.tensor([1]),
+            sampler_logprobs=torch.tensor([-0.1]),
+        )
+        value, _ = loss_of(inputs, 1, 1, loss)
+        assert math.isfinite(value.item())
+        assert all(map(math.isfinite, gradient_of(inputs, value)))
 
 
 def test_a_huge_ratio_keeps_a_finite_gradient() -> None:

@@ -126,7 +126,7 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
         ),
         ("environment={kind='tools', tools=['a:b', 'bad.X']}", "environment.tools.1 = 'bad.X': expected module:name, "),
         ("reward={kind='function', path='bad.X'}", "reward.path = 'bad.X': expected module:name, "),
-        ("reward.kind=judge_model", 'reward: kind = "judge_model" was removed (Sluice 0.2 reads runs that have it); '),
+        ("reward.kind=judge_model", 'reward: kind = "judge_model" was removed (the Sluice that wrote them reads '),
         (
             "reward={kind='weighted', parts={a={reward={kind='judge_model', path='Qwen/Qwen3-8B'}}}}",
             'serve the judge, as by `vllm serve Qwen/Qwen3-8B`, and set kind = "judge" with url and model',
