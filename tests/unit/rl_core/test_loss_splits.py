@@ -189,6 +189,7 @@ def test_a_ratio_beyond_overflow_keeps_a_finite_gradient(loss: LossConfig) -> No
             loss_mask=torch.tensor([True]),
             response_lengths=torch.tensor([1]),
             sampler_logprobs=torch.tensor([-0.1]),
+            selected=torch.tensor([True]),
         )
         value, _ = loss_of(inputs, 1, 1, loss)
         assert math.isfinite(value.item())
