@@ -28,7 +28,8 @@ from tests.support.programs import begin, failure, program, row, started, turns
 from tests.support.progress import wait_until
 
 IMAGE = "agents:1"
-NAMESPACES = ["unshare", *([] if os.getuid() == 0 else ["--user", "--map-current-user"]), "--net", "--pid", "--fork"]
+USER = [] if os.getuid() == 0 else ["--user", "--map-current-user", "--keep-caps"]
+NAMESPACES = ["unshare", *USER, "--mount", "--net", "--pid", "--fork"]
 
 
 def can_start_containers() -> bool:
@@ -117,6 +118,26 @@ def test_a_container_has_the_models_api_and_nothing_else(docker: Docker, monkeyp
     assert (options["pull"], options["network"], options["init"]) == (["never"], ["none"], True)
     (command,) = docker.calls("run")
     assert not any("RUNS_SECRET" in part or "API_KEY" in part for part in command)
+
+
+@needs_namespaces
+def test_a_container_sees_nothing_of_another_trajectory(docker: Docker) -> None:
+    code = """
+        home = os.getcwd()
+        open("mine", "w").write(task["answer"])
+        ask()  # all have one by now
+        folder = os.path.dirname(os.path.dirname(home))
+        found = sorted(os.path.join(place, name) for place, _, names in os.walk(folder) for name in names)
+        own, sockets = [[path for path in found if path.startswith(home) == is_own] for is_own in (True, False)]
+        say(json.dumps([[os.path.relpath(path) for path in own], len(sockets), open(own[0]).read()]))
+        ask()
+        finish(1.0)
+    """
+    with started(docker.program(code)) as pool:
+        begin(pool, row("a"), row("b"))
+        seen = [json.loads(reply.observations[0]) for reply in turns(pool, ["x", "y"]).values()]
+        assert seen == [[["mine"], 1, "a"], [["mine"], 1, "b"]]  # its own file, and the socket of the model's endpoint
+        assert {reply.reward for reply in turns(pool, ["x", "y"]).values()} == {1.0}
 
 
 GRADED = """
