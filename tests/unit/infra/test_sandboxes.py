@@ -420,6 +420,31 @@ def test_a_process_may_have_the_models_api_and_no_other_network(
             wait_until(lambda: not group_of(groups[1]))
 
 
+WITHOUT_A_NETWORK = """
+    import socket
+    from openai import OpenAI
+    with OpenAI() as client:
+        if [name for _, name in socket.if_nameindex()] != ["lo"]:
+            sys.exit("there is a network")
+        client.chat.completions.create(model="policy", messages=messages)
+        chunks = list(client.chat.completions.create(model="policy", messages=messages, stream=True))
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"You said {said}."}]
+        said = client.responses.create(model="policy", input=messages).output_text
+        finish(float(said), models=len(client.models.list().data))
+"""
+
+
+@pytest.mark.skipif(not can_have_a_network(), reason="the kernel gives this user no network namespace")
+def test_the_openai_client_needs_no_network(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    with started(program(tmp_path, WITHOUT_A_NETWORK, sandbox={"network": "none"})) as pool:
+        begin(pool)
+        assert turns(pool, ["one"])[0].observations == ("You said one.",)
+        reply = turns(pool, ["0.5"])[0]
+        assert (reply.failure, reply.reward, reply.metrics) == (None, 0.5, {"models": 1.0})
+
+
 def group_of(leader: int) -> list[psutil.Process]:
     """Return the processes of a group that run."""
     found = []
