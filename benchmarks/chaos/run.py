@@ -36,7 +36,7 @@ FAULTLESS = (  # 0 in a good report
     *("updates_applied_twice", "turns_sampled_twice", "trajectories_restarted"),
     *("leaked_bytes", "leaked_processes", "hangs", "tracebacks"),
 )
-TURNS = ("turns", "turns_received", "turns_recorded", "turns_computed_again")
+TURNS = ("turns", "turns_received", "turns_recorded", "turns_recorded_again")
 WORKERS = ("runtime.num_policy_ranks=2", "rollout.num_workers=2")
 AGENT = Path(__file__).parent / "agent.py"
 ENGINE = Path(__file__).parents[2] / "examples" / "own_engine" / "engine.py"
@@ -104,8 +104,8 @@ def disturb(
         results = read_results(place, campaign.run)
         differing = [name for name in _COMPARED if getattr(results, name) != getattr(expected, name)]
         received = _received(place)
-        totals += campaign.counts
-        totals += count_turns(campaign.journals.iterdir(), chain(*campaign.run.stored_rows(STEPS)))
+        rows, log = chain(*campaign.run.stored_rows(STEPS)), (campaign.run.path / "driver.log").read_text()
+        totals += campaign.counts + count_turns(campaign.journals.iterdir(), rows, log)
         totals["turns_received"] += len(received)
         totals["turns_sampled_twice"] += len(set(received) - known)
         restarted = [report.telemetry.get("turns/restarted", 0) for report in campaign.run.metrics.steps()]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from infra.environments.answers import OTHERWISE
 from infra.environments.journal import load
 from infra.storage.ledger import step_folder
 from infra.storage.runs import RunDirectory
@@ -89,13 +90,13 @@ class Run(RunDirectory):
         return summary.store_bytes_at_end
 
 
-def count_turns(journals: Iterable[Path], rows: Iterable[Mapping[str, Any]]) -> Counter[str]:
+def count_turns(journals: Iterable[Path], rows: Iterable[Mapping[str, Any]], log: str) -> Counter[str]:
     """Count the turns of rows, and how often they were sampled, by what was recorded before a program got them.
 
     Returns:
-        `turns` of the rows; `turns_recorded`: those of which a journal has a line; `turns_computed_again`: of these,
-        those that a later attempt has computed, too; `turns_sampled_twice`: those of which a line or the row has
-        other tokens, or other bits of their log-probs, than another one.
+        `turns` of the rows; `turns_recorded`: those of which a journal has a line; `turns_recorded_again`: of these,
+        those of which a later attempt has, too; `turns_sampled_twice`: those of which a line or the row has other
+        tokens, or other bits of their log-probs, than another one, or of which the run's log says so.
     """
     versions, attempts, turns = defaultdict(set), defaultdict(set), set[str]()
     for file in journals:
@@ -117,8 +118,8 @@ def count_turns(journals: Iterable[Path], rows: Iterable[Mapping[str, Any]]) -> 
     return Counter(
         turns=len(turns),
         turns_recorded=len(attempts),
-        turns_computed_again=sum(len(files) > 1 for files in attempts.values()),
-        turns_sampled_twice=sum(len(found) > 1 for found in versions.values()),
+        turns_recorded_again=sum(len(files) > 1 for files in attempts.values()),
+        turns_sampled_twice=sum(len(found) > 1 for found in versions.values()) + log.count(OTHERWISE),
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.chaos.faults import FAULTS_PER_RUN, KINDS, MOMENTS, OF_AGENTS, STREAM_BYTES, _serving, choose_faults
 from benchmarks.chaos.run import AGENT, CLIENTS, FAULTLESS, Plan, is_passed, measure
+from infra.environments.answers import OTHERWISE
 from infra.environments.journal import Entry, dump
 from infra.environments.program import write_turn
 from schemas.errors import ConfigError
@@ -95,8 +96,11 @@ def test_turns_that_were_sampled_twice_are_counted(
         (tmp_path / f"step-000002-00000-000{attempt}-ab.jsonl").write_text(f"first\n{line}")
     stored: dict[str, Any] = {"turn_tokens": [2, 1], "turn_bridge_tokens": [3, 0], "response_ids": [5, 6, 0, 0, 0, 9]}
     stored["sampler_logprobs"] = [-0.5, -0.5, 0.0, 0.0, 0.0, -0.5]
-    counts = count_turns(tmp_path.iterdir(), [{**stored, "sample_id": f"2-3-{sample}"} for sample in (0, 1)])
-    assert counts == Counter(turns=4, turns_recorded=recorded, turns_computed_again=again, turns_sampled_twice=twice)
+    rows = [{**stored, "sample_id": f"2-3-{sample}"} for sample in (0, 1)]
+    counts = count_turns(tmp_path.iterdir(), rows, "")
+    assert counts == Counter(turns=4, turns_recorded=recorded, turns_recorded_again=again, turns_sampled_twice=twice)
+    warned = count_turns(tmp_path.iterdir(), rows, f"WARNING rollout-0: row 3, turn 1: {OTHERWISE}\n")
+    assert warned - counts == Counter(turns_sampled_twice=1)
 
 
 @pytest.mark.parametrize("option", [{"python": "python3"}, {"engine": True}])
