@@ -5,19 +5,21 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from benchmarks.chaos.failing_store import BUCKET, FAILING, HAS_FAILED
 from infra.environments.slot import PROGRAM as _PROGRAM
 from infra.services.processes import process_tree
+from tests.support.failing_store import BUCKET, FAILING, HAS_FAILED
 from tests.support.run_results import Run
 from tests.support.workplace import Command, Workplace
 
 STEPS = 6
 FAULTS_PER_RUN = 5
 START_SECONDS = 15.0  # of a command, within which a fault strikes its start-up
+STREAM_BYTES = 4000  # of an agent's answers, after one of which a fault strikes
 STAGE_SECONDS = 0.2  # after the previous stage, within which one strikes a stage
 
 WORKERS = {
@@ -53,8 +55,8 @@ class Choice(NamedTuple):
 
 
 ANY = Choice()
-# Runs with agents are theirs for most of the time.
-OF_AGENTS = Choice(("environment", "driver", "rollout", "raylet"), ("rollout", "rollout", "rollout", "put"), 3.0)
+# Most strike while an agent has read a part of an answer.
+OF_AGENTS = Choice(("environment", "driver", "rollout", "raylet"), ("stream", "stream", "stream", "rollout"), 3.0)
 WITH_ENGINE = OF_AGENTS._replace(kinds=("engine", *OF_AGENTS.kinds))
 
 
@@ -64,7 +66,7 @@ class Fault(NamedTuple):
     kind: str
     step: int
     moment: str
-    delay: float  # seconds after the moment has begun
+    delay: float  # seconds after the moment has begun; of a stream, the bytes of answers that an agent has read
     choice: int  # of the worker that it strikes
 
     def is_due(self, run: Run) -> bool:
@@ -76,7 +78,7 @@ class Fault(NamedTuple):
             return done > self.step
         if self.moment == "checkpoint":
             return (run.path / "policy" / f"step-{self.step + 1:06d}").exists() or done > self.step + 1
-        before = STAGES[self.moment]
+        before = STAGES.get(self.moment)
         return done >= self.step if before is None else run.passed(self.step, before)
 
 
@@ -97,20 +99,45 @@ def choose_faults(seed: int, num_faults: int, choice: Choice = ANY) -> list[list
             is_start = can_start and chosen.random() < 1 / 3
             moment = "start" if is_start else chosen.choice(choice.moments)
             delay = chosen.uniform(0, START_SECONDS if is_start else choice.seconds)
-            faults.append(Fault(kind, step, moment, round(delay, 3), chosen.randrange(10)))
+            size = chosen.randint(1, STREAM_BYTES) if moment == "stream" else round(delay, 3)
+            faults.append(Fault(kind, step, moment, size, chosen.randrange(10)))
         runs.append(faults)
     return runs
 
 
 def strike(fault: Fault, place: Workplace, command: Command, wait: Callable[[Callable[[], object]], object]) -> bool:
-    """Let a fault happen, once what it strikes exists; return False if the command ended before.
+    """Let a fault happen, once what it strikes exists; return False if the command ended before, as `wait` notices."""
+    if fault.moment != "stream":
+        time.sleep(fault.delay)
+        return _strike(fault, place, command, wait)
+    folder = stops_of(place)
+    (folder / "new").write_text(f"{fault.delay}")
+    (folder / "new").rename(folder / "wanted")
+    try:
+        wait(lambda: _stopped(folder))
+        return (agent := _stopped(folder)) is not None and _strike(fault, place, command, wait, agent)
+    finally:
+        for file in (*folder.glob("*-*"), folder / "wanted"):
+            file.unlink(missing_ok=True)  # the agent goes on, if it lives
 
-    Args:
-        fault: The fault.
-        place: Where the command runs.
-        command: The command that drives the run.
-        wait: Waits until a condition holds, or the command ends.
-    """
+
+def stops_of(place: Workplace) -> Path:
+    """Return the folder by which agents are asked to stop reading, and in which they note what they have read."""
+    (folder := place.folder / "stops").mkdir(exist_ok=True)
+    return folder
+
+
+def _stopped(folder: Path) -> int | None:
+    """Return the process of the agent that has stopped reading, if one has; one that was lost before is replaced."""
+    for taken in folder.glob("taken-*"):
+        if not psutil.pid_exists(int(taken.name.partition("-")[2])):
+            taken.replace(folder / "wanted")
+    return next((int(reached.name.partition("-")[2]) for reached in folder.glob("reached-*")), None)
+
+
+def _strike(
+    fault: Fault, place: Workplace, command: Command, wait: Callable[[Callable[[], object]], object], agent: int = 0
+) -> bool:
     if fault.kind == "driver":
         is_running = command.exit_code is None
         command.kill()
@@ -118,7 +145,7 @@ def strike(fault: Fault, place: Workplace, command: Command, wait: Callable[[Cal
     if fault.kind == "store":
         return _fail_requests(place, wait)
     wait(lambda: _targets(place, fault.kind))
-    targets = _targets(place, fault.kind)
+    targets = _serving(_targets(place, fault.kind), agent)
     if targets and fault.kind != "disk":
         targets = [targets[fault.choice % len(targets)]]
     with suppress(psutil.NoSuchProcess):
@@ -135,9 +162,19 @@ def _targets(place: Workplace, kind: str) -> list[psutil.Process]:
     if kind in SERVICES:
         return _find_service(place, kind)
     if kind in PROGRAMS:
-        of_rollout = _workers(place, [WORKERS["rollout"]])
+        of_rollout = place.find_workers(WORKERS["rollout"])
         return [each for worker in of_rollout for each in _children(worker, PROGRAMS[kind])]
-    return _workers(place, [WORKERS[kind]] if kind in WORKERS else list(WORKERS.values()))
+    roles = [WORKERS[kind]] if kind in WORKERS else WORKERS.values()
+    return sorted((each for role in roles for each in place.find_workers(role)), key=lambda each: each.pid)
+
+
+def _serving(targets: list[psutil.Process], agent: int) -> list[psutil.Process]:
+    """Return those that serve an agent: those above it, or that one of these has started; all, if none does."""
+    with suppress(psutil.NoSuchProcess):
+        above = psutil.Process(agent).parents() if agent else []
+        by_parents = [each for each in targets if each.parent() in above]
+        return [each for each in targets if each in above] or by_parents or targets
+    return targets
 
 
 def _children(worker: psutil.Process, program: str) -> list[psutil.Process]:
@@ -145,11 +182,6 @@ def _children(worker: psutil.Process, program: str) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         return [child for child in worker.children() if any(each.endswith(program) for each in child.cmdline())]
     return []
-
-
-def _workers(place: Workplace, roles: Sequence[str]) -> list[psutil.Process]:
-    found = [process for role in roles for process in place.find_workers(role)]
-    return sorted(found, key=lambda process: process.pid)
 
 
 def _find_service(place: Workplace, name: str) -> list[psutil.Process]:

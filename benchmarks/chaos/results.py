@@ -1,17 +1,15 @@
 """What a run has left: compared with the undisturbed run's, and searched for leaks."""
 
 import hashlib
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.chaos.failing_store import BUCKET
 from benchmarks.chaos.faults import STEPS
 from infra.checkpoints.store import open_checkpoints
-from infra.stores.offline import open_run_columns
+from tests.support.failing_store import BUCKET
 from tests.support.run_results import Run
 from tests.support.workplace import Workplace
 
@@ -31,13 +29,8 @@ class Results(NamedTuple):
 
 def read_results(place: Workplace, run: Run) -> Results:
     """Read what a finished run has left."""
-    config, store = run.config(), open_run_columns(run)
-    steps = []
-    for step in range(STEPS):
-        batch = store.load_batch(step)
-        assert batch is not None, f"step {step} has no columns"
-        rows = store.read(batch, batch.columns)
-        steps.append(hashlib.sha256(str(rows.to_pylist()).encode()).hexdigest())
+    config = run.config()
+    steps = [hashlib.sha256(str(rows).encode()).hexdigest() for rows in run.stored_rows(STEPS)]
     manifest = open_checkpoints(run, config.checkpoint).verify(STEPS)
     evaluations = [report.model_dump(exclude={"seconds"}) for report in run.metrics.evals()]
     weights = {name: entry.checksum for name, entry in manifest.files.items() if name.startswith("rank-")}
@@ -53,17 +46,12 @@ def leaked_files(results: Results, expected: Results) -> dict[str, int]:
 
 def leaked_processes(place: Workplace) -> list[str]:
     """Return the workers that still exist after a run's end, and what runs in its folder but is no service of it."""
-    services = {process.pid for process in place.service_processes()}
-    others = [" ".join(command) for pid, command in _running_in(place.folder) if pid not in services]
-    return place.worker_names() + others
-
-
-def _running_in(folder: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the ids and command lines of the processes that were started in a folder."""
+    services, others = {process.pid for process in place.service_processes()}, list[str]()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended
-            if Path(process.cwd()) == folder:
-                yield process.pid, process.cmdline()
+            if Path(process.cwd()) == place.folder and process.pid not in services:
+                others.append(" ".join(process.cmdline()))
+    return place.worker_names() + others
 
 
 def _files(place: Workplace, run: Run) -> dict[str, int]:

@@ -5,23 +5,24 @@ import logging
 import shutil
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from rich.console import Group
 
-from benchmarks.chaos.failing_store import BUCKET, PROTOCOL, install
-from benchmarks.chaos.faults import ANY, OF_AGENTS, STEPS, WITH_ENGINE, Choice, Fault, choose_faults, strike
+from benchmarks.chaos.faults import ANY, OF_AGENTS, STEPS, WITH_ENGINE, Choice, Fault, choose_faults, stops_of, strike
 from benchmarks.chaos.results import Results, leaked_files, leaked_processes, read_results
 from benchmarks.command import Benchmark, Report, option, table, temporary_place
 from schemas.errors import ConfigError
+from tests.support.failing_store import BUCKET, PROTOCOL, install
 from tests.support.progress import Deadlock
-from tests.support.run_results import Run
+from tests.support.run_results import Run, count_turns
 from tests.support.workplace import Command, Workplace
 
 UNDISTURBED = "chaos-undisturbed"
@@ -31,7 +32,11 @@ CONFIG = (
     *("train", "tiny.toml", f"steps={STEPS}", f"store.keep_steps={STEPS}", "checkpoint.every_steps=2"),
     *("timeouts.worker_seconds=40", "loss.behavior=recompute"),  # all stages
 )
-FAULTLESS = ("updates_applied_twice", "leaked_bytes", "leaked_processes", "hangs", "tracebacks")  # 0 in a good report
+FAULTLESS = (  # 0 in a good report
+    *("updates_applied_twice", "turns_sampled_twice", "trajectories_restarted"),
+    *("leaked_bytes", "leaked_processes", "hangs", "tracebacks"),
+)
+TURNS = ("turns", "turns_received", "turns_recorded", "turns_recorded_again")
 WORKERS = ("runtime.num_policy_ranks=2", "rollout.num_workers=2")
 AGENT = Path(__file__).parent / "agent.py"
 ENGINE = Path(__file__).parents[2] / "examples" / "own_engine" / "engine.py"
@@ -66,10 +71,9 @@ def measure(plan: Plan) -> Report:
     with temporary_place(Workplace) as place:
         if not plan.agents:
             return disturb(place, plan.kills, plan.seed)
-        python, clients = (
-            (Path(plan.python).absolute(), [*CLIENTS, *LIBRARIES]) if plan.python else ("{python}", CLIENTS)
-        )
-        command = json.dumps([str(python), str(AGENT), *clients])
+        python, clients = str(Path(plan.python).absolute()) if plan.python else "{python}", CLIENTS
+        clients += LIBRARIES if plan.python else ()
+        command = json.dumps([python, str(AGENT), str(stops_of(place)), *clients])
         environment = f'environment={{kind="program", command={command}, max_turn_tokens=8, {LIMITS}}}'
         options = [*WORKERS, *(PROGRAM if plan.engine else ()), environment, *AGENTS]
         return disturb(place, plan.kills, plan.seed, options, WITH_ENGINE if plan.engine else OF_AGENTS)
@@ -78,23 +82,16 @@ def measure(plan: Plan) -> Report:
 def disturb(
     place: Workplace, num_faults: int, seed: int, options: Sequence[str] = WORKERS, choice: Choice = ANY
 ) -> Report:
-    """Run with faults until `num_faults` have struck; the services keep running in between.
-
-    Args:
-        place: The folder of the runs, without earlier ones.
-        num_faults: The number of faults.
-        seed: The seed of the faults and their moments.
-        options: Changes to the config of all runs.
-        choice: What the faults are chosen from.
+    """Run in a new folder, with faults of this seed and choice, until so many have struck; options change the config.
 
     Returns:
-        `kills`, `resumes`, `identical`, `updates_applied_twice`, `leaked_bytes`, `leaked_processes`, `hangs`,
-        `tracebacks`, and in `faults` each fault with its moment, its run and what came of it.
+        `kills`, `resumes`, `identical`, what is 0 in a good report (`FAULTLESS`), of agents the turns of `count_turns`
+        and those received by agents, each time, and in `faults` each fault with its moment, its run and its outcome.
     """
     place.environment["PYTHONPATH"] = str(install(place.folder))
     place.still_seconds = STILL_SECONDS
     place.sluice(*CONFIG, *options, "--run-id", UNDISTURBED)
-    expected = read_results(place, place.run(UNDISTURBED))
+    expected, known = read_results(place, place.run(UNDISTURBED)), set(_received(place))
     totals: Counter[str] = Counter()
     faults: list[dict[str, Any]] = []
     identical, number = True, 0
@@ -106,7 +103,13 @@ def disturb(
         campaign.go(plan[:missed])
         results = read_results(place, campaign.run)
         differing = [name for name in _COMPARED if getattr(results, name) != getattr(expected, name)]
-        totals += campaign.counts
+        received = _received(place)
+        rows, log = chain(*campaign.run.stored_rows(STEPS)), (campaign.run.path / "driver.log").read_text()
+        totals += campaign.counts + count_turns(campaign.journals.iterdir(), rows, log)
+        totals["turns_received"] += len(received)
+        totals["turns_sampled_twice"] += len(set(received) - known)
+        restarted = [report.telemetry.get("turns/restarted", 0) for report in campaign.run.metrics.steps()]
+        totals["trajectories_restarted"] += int(sum(restarted))
         totals["updates_applied_twice"] += max(0, results.num_updates - expected.num_updates)
         files, leaked = leaked_files(results, expected), leaked_processes(place)
         totals["leaked_bytes"] += campaign.run.store_bytes_at_end() + sum(files.values())
@@ -116,17 +119,11 @@ def disturb(
         logger.info("%s: %d faults, %s", campaign.run.run_id, len(campaign.faults), differing or "identical")
         if differing:
             logger.warning("%s is kept in %s", campaign.run.run_id, _keep(place, campaign.run))
-        for name, size in files.items():
-            logger.warning("%s left a file of %d bytes: %s", campaign.run.run_id, size, name)
-        for process in leaked:
-            logger.warning("%s left a process: %s", campaign.run.run_id, process)
+        for left in (*files.items(), *leaked):
+            logger.warning("%s left a file, of so many bytes, or a process: %s", campaign.run.run_id, left)
         number += 1
-    return {
-        **{name: totals[name] for name in ("kills", "resumes", *FAULTLESS)},
-        "identical": identical,
-        "seed": seed,
-        "faults": faults,
-    }
+    counted = {name: totals[name] for name in ("kills", "resumes", *FAULTLESS, *TURNS)}
+    return {**counted, "identical": identical, "seed": seed, "faults": faults}
 
 
 def is_passed(report: Report) -> bool:
@@ -155,23 +152,26 @@ class _Run:
     def __init__(self, place: Workplace, run_id: str, options: Sequence[str]) -> None:
         self.run, self.counts, self.faults = place.run(run_id), Counter[str](), list[dict[str, Any]]()
         self._place = place
+        self.journals = Path(tempfile.mkdtemp(prefix=f"{run_id}-", dir=place.folder))
         self._arguments = (*CONFIG, "--run-id", run_id, *options)
         self._command = place.start(*self._arguments)
 
     def go(self, plan: list[Fault]) -> None:
         """Let the faults strike, one after another, and resume the run until it ends."""
+        Thread(target=self.run.keep_journals, args=(self.journals, has_ended := Event()), daemon=True).start()
         for fault in plan:
             if not self._strike(fault):
-                return
+                break
             self.counts["kills"] += 1
             self.faults.append({"run": self.run.run_id, **fault._asdict(), "stopped": False})
             logger.info("%d: %s", self.counts["kills"], self.faults[-1])
-        self._wait(lambda: False)
+        else:
+            self._wait(lambda: False)
+        has_ended.set()
 
     def _strike(self, fault: Fault) -> bool:
         """Let a fault strike a running command; return False if the run ended before."""
         while self._wait(partial(fault.is_due, self.run)):
-            time.sleep(fault.delay)
             if strike(fault, self._place, self._command, self._wait_for_command):
                 return True
         return False
@@ -200,7 +200,7 @@ class _Run:
         assert self.counts["resumes"] <= MAX_RESUMES, f"{self.run.run_id} does not end:\n{self._command.printed}"
         self._count_tracebacks(self._command)
         if self.faults:
-            self.faults[-1] |= {"stopped": True, "last_line": _last_line(self._command)}
+            self.faults[-1] |= {"stopped": True, "last_line": (self._command.printed.strip().splitlines() or [""])[-1]}
         is_made = (self.run.path / "config.json").exists()
         self._command = self._place.start(*(("resume", self.run.run_id) if is_made else self._arguments))
 
@@ -216,6 +216,14 @@ def _store_options(place: Workplace) -> list[str]:
     return [f"{name}.url={PROTOCOL}://{place.folder / BUCKET / folder}" for name, folder in folders.items()]
 
 
+def _received(place: Workplace) -> list[str]:
+    """Take what agents have noted of the turns that they have received."""
+    (file := stops_of(place) / "received").touch()
+    lines = file.read_text().splitlines()
+    file.unlink()
+    return lines
+
+
 def _keep(place: Workplace, run: Run) -> Path:
     """Copy what a run and the undisturbed one have left, as the workplace is removed; return the folder."""
     kept = Path(tempfile.mkdtemp(prefix=f"sluice-{run.run_id}-"))
@@ -224,10 +232,6 @@ def _keep(place: Workplace, run: Run) -> Path:
     if (place.folder / BUCKET).exists():
         shutil.copytree(place.folder / BUCKET, kept / BUCKET)
     return kept
-
-
-def _last_line(command: Command) -> str:
-    return (command.printed.strip().splitlines() or [""])[-1]
 
 
 BENCHMARK = Benchmark(Plan(), Plan(kills=1), measure, render, is_passed)

@@ -15,6 +15,7 @@ from infra.environments.journal import Exchange, Journal
 from infra.environments.pool import EnvironmentPool, Reply
 from rl_core.environments.base import Task
 
+OTHERWISE = "the model did otherwise than the journal says"  # in a warning
 logger = logging.getLogger(__name__)
 
 
@@ -95,7 +96,7 @@ class Answers:
         state.num_turns += 1
         if (recorded := self.next_turn(row)) is not None:
             if not np.array_equal(recorded.token_ids, turn.token_ids):
-                logger.warning("row %d, turn %d: the model did otherwise than the journal says", row, state.num_turns)
+                logger.warning("row %d, turn %d: %s", row, state.num_turns, OTHERWISE)
             turn = recorded
         if recorded is None or state.recorded[0].reply is None:
             state.line = self._record(row, state.num_turns, Exchange(turn, None))

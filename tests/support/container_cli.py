@@ -1,12 +1,13 @@
 """A stand-in for Docker's command line: `container_cli.py STATE ARGUMENT ...`; it is no test of a real daemon.
 
 It takes the commands that Sluice gives, with options that Docker has, and starts real processes: in network and process
-namespaces of their own, but with this machine's files, so that a mount's target stands for its source. A container is
-the child of a process that stands for the daemon: it outlives the client that has asked for it. Files in the folder
-STATE set what there is: `images`, a name per line; `path`, their PATH; `down`: the daemon has ended; `rootless`;
-`podman`.
+namespaces of their own, but with this machine's files, so that a mount's target stands for its source; of the folder
+that has all that is mounted, it has nothing else. A container is the child of a process that stands for the daemon: it
+outlives the client that has asked for it. Files in the folder STATE set what there is: `images`, a name per line;
+`path`, their PATH; `down`: the daemon has ended; `rootless`; `podman`.
 """
 
+import ctypes
 import fcntl
 import json
 import os
@@ -131,9 +132,10 @@ def supervise(record, command, folder, variables, options):
     """Run a container's processes to their end."""
     own = [] if os.getuid() == 0 else ["--user", "--map-current-user", "--keep-caps"]
     own += ["--net"] if options["network"] == ["none"] else []
-    init = [sys.executable, __file__, str(STATE), "init", str(int("--net" in own)), *command]
+    sources = [part.partition("source=")[2].split(",")[0] for part in options.get("mount", [])]
+    init = [sys.executable, __file__, str(STATE), "init", str(int("--net" in own)), json.dumps(sources), *command]
     process = subprocess.Popen(
-        [shutil.which("unshare"), *own, "--pid", "--fork", "--kill-child", *init],
+        [shutil.which("unshare"), *own, "--mount", "--pid", "--fork", "--kill-child", *init],
         cwd=folder,
         env=variables,
         start_new_session=True,
@@ -166,8 +168,28 @@ def resident_bytes(pid):
     return total
 
 
-def init(has_own_network, *command):
+def mount(source, target, kind, flags):
+    libc = ctypes.CDLL(None, use_errno=True)  # the program `mount` would take a descriptor's path for the one it had
+    if libc.mount(source.encode(), target.encode(), kind, flags, None):
+        raise OSError(ctypes.get_errno(), f"{target} can't be mounted")
+
+
+def hide(sources):
+    """Leave of the folder that has all of these files and folders only them."""
+    found, own = {source: os.open(source, os.O_PATH) for source in sources}, os.getcwd()
+    mount("none", os.path.commonpath(sources), b"tmpfs", 0)
+    for source, descriptor in found.items():
+        path = Path(f"/proc/self/fd/{descriptor}")
+        Path(source).parent.mkdir(parents=True, exist_ok=True)
+        Path(source).mkdir() if path.is_dir() else Path(source).touch()
+        mount(str(path), source, None, 4096)  # MS_BIND
+        os.close(descriptor)
+    os.chdir(own)
+
+
+def init(has_own_network, sources, *command):
     """Run a command as the first process of a container."""
+    hide(json.loads(sources))
     if has_own_network == "1":
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14x", b"lo", 0x1))  # SIOCSIFFLAGS, IFF_UP

@@ -22,7 +22,7 @@ messages = list(task["prompt"])
 def post(body, key=None, number=None, path="chat/completions"):
     """Return the status and the body of the answer to a request; without a body of its own, it gets the path."""
     url = os.environ["OPENAI_BASE_URL"]
-    url = url if number is None else url.replace("/1/", f"/{number}/")
+    url = url if number is None else url.rsplit("/", 2)[0] + f"/{number}/v1"
     headers = {"Authorization": "Bearer " + (key or os.environ["OPENAI_API_KEY"]), "Content-Type": "application/json"}
     body = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{url}/{path}", body, headers)

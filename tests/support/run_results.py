@@ -2,10 +2,22 @@
 
 import hashlib
 import json
+import os
+from base64 import b64encode
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from threading import Event
+from typing import Any
 
+import numpy as np
+
+from infra.environments.answers import OTHERWISE
+from infra.environments.journal import load
 from infra.storage.ledger import step_folder
 from infra.storage.runs import RunDirectory
+from infra.stores.offline import open_run_columns
 from schemas.step import EvalReport
 
 
@@ -56,11 +68,59 @@ class Run(RunDirectory):
         """Return how long each step's rollout took when it was generated."""
         return [report.metrics["rollout/generate_seconds"] for report in self.metrics.steps()]
 
+    def stored_rows(self, num_steps: int) -> Iterator[list[dict[str, Any]]]:
+        """Yield the rows of each step, which the store has kept."""
+        store = open_run_columns(self)
+        for step in range(num_steps):
+            batch = store.load_batch(step)
+            assert batch is not None, f"step {step} has no columns"
+            yield store.read(batch, batch.columns).to_pylist()
+
+    def keep_journals(self, kept: Path, has_ended: Event) -> None:
+        """Keep what the journals get, though those of a step are deleted with its end, until the run has ended."""
+        while not has_ended.wait(0.02):
+            for file in self.path.glob("journal/*/*.jsonl"):
+                with suppress(FileExistsError, FileNotFoundError):  # it is linked, or deleted meanwhile
+                    os.link(file, kept / f"{file.parent.name}-{file.name}")
+
     def store_bytes_at_end(self) -> int:
         """Return what the column store held when the run ended."""
         summary = self.summary()
         assert summary is not None
         return summary.store_bytes_at_end
+
+
+def count_turns(journals: Iterable[Path], rows: Iterable[Mapping[str, Any]], log: str) -> Counter[str]:
+    """Count the turns of rows, and how often they were sampled, by what was recorded before a program got them.
+
+    Returns:
+        `turns` of the rows; `turns_recorded`: those of which a journal has a line; `turns_recorded_again`: of these,
+        those of which a later attempt has, too; `turns_sampled_twice`: those of which a line or the row has other
+        tokens, or other bits of their log-probs, than another one, or of which the run's log says so.
+    """
+    versions, attempts, turns = defaultdict(set), defaultdict(set), set[str]()
+    for file in journals:
+        step = int(file.name.split("-")[1])
+        for line in file.read_text(errors="replace").splitlines(keepends=True)[1:]:
+            with suppress(ValueError):  # a kill has cut it short
+                if "token_ids" in (entry := load(line)):
+                    turn = f"{step}-{entry['group']}-{entry['sample']} {entry['turn']}"
+                    versions[turn].add((*entry["token_ids"], entry["logprobs"]))
+                    attempts[turn].add(file)
+    for row in rows:
+        at, logprobs = 0, np.array(row["sampler_logprobs"], "<f4")
+        lengths = zip(row.get("turn_tokens", ()), row.get("turn_bridge_tokens", ()), strict=True)
+        for number, (length, between) in enumerate(lengths, start=1):
+            bits = b64encode(logprobs[at : at + length].tobytes()).decode()
+            turns.add(turn := f"{row['sample_id']} {number}")
+            versions[turn].add((*row["response_ids"][at : at + length], bits))
+            at += length + between
+    return Counter(
+        turns=len(turns),
+        turns_recorded=len(attempts),
+        turns_recorded_again=sum(len(files) > 1 for files in attempts.values()),
+        turns_sampled_twice=sum(len(found) > 1 for found in versions.values()) + log.count(OTHERWISE),
+    )
 
 
 def _is_whole(entry: bytes | None) -> bool:

@@ -137,10 +137,14 @@ def test_what_a_program_does_after_a_turn_may_cost_its_trajectory(tmp_path: Path
 
 def test_errors_are_openais_and_another_trajectorys_key_costs_nothing(tmp_path: Path) -> None:
     code = """
+        PATHS = ("chat/completions", "responses", "messages")
         if task["answer"] == "asker":
             status, body = post({"messages": messages}, key="wrong")
             other, _ = post({"messages": messages}, number=99)
             say(json.dumps([status, other, json.loads(body)["error"]["type"]]))
+            ask()
+            number = 3 - int(os.environ["OPENAI_BASE_URL"].split("/")[-2])  # the other one's, which asks, too
+            say(str([post({"messages": messages}, number=number, path=path)[0] for path in PATHS]))
             ask()
             status, body = post({"messages": messages[:1], "top_p": 0.1})
             sys.exit(f"{status} {body.decode()}")
@@ -152,6 +156,7 @@ def test_errors_are_openais_and_another_trajectorys_key_costs_nothing(tmp_path: 
     with started(program(tmp_path, code)) as pool:
         replies = begin(pool, row("asker"), row())
         assert replies[0].observations[-1] == '[401, 401, "invalid_request_error"]'
+        assert turns(pool, {0: "x"})[0].observations == ("[401, 401, 401]",)
         assert "top_p = 0.1 instead of 1.0" in failure(turns(pool, {0: "x", 1: "y"})[0])
         assert turns(pool, {1: "z"})[1].reward == 1.0
 

@@ -28,7 +28,8 @@ from tests.support.programs import begin, failure, program, row, started, turns
 from tests.support.progress import wait_until
 
 IMAGE = "agents:1"
-NAMESPACES = ["unshare", *([] if os.getuid() == 0 else ["--user", "--map-current-user"]), "--net", "--pid", "--fork"]
+USER = [] if os.getuid() == 0 else ["--user", "--map-current-user", "--keep-caps"]
+NAMESPACES = ["unshare", *USER, "--mount", "--net", "--pid", "--fork"]
 
 
 def can_start_containers() -> bool:
@@ -117,6 +118,26 @@ def test_a_container_has_the_models_api_and_nothing_else(docker: Docker, monkeyp
     assert (options["pull"], options["network"], options["init"]) == (["never"], ["none"], True)
     (command,) = docker.calls("run")
     assert not any("RUNS_SECRET" in part or "API_KEY" in part for part in command)
+
+
+@needs_namespaces
+def test_a_container_sees_nothing_of_another_trajectory(docker: Docker) -> None:
+    code = """
+        home = os.getcwd()
+        open("mine", "w").write(task["answer"])
+        ask()  # all have one by now
+        folder = os.path.dirname(os.path.dirname(home))
+        found = sorted(os.path.join(place, name) for place, _, names in os.walk(folder) for name in names)
+        own, sockets = [[path for path in found if path.startswith(home) == is_own] for is_own in (True, False)]
+        say(json.dumps([[os.path.relpath(path) for path in own], len(sockets), open(own[0]).read()]))
+        ask()
+        finish(1.0)
+    """
+    with started(docker.program(code)) as pool:
+        begin(pool, row("a"), row("b"))
+        seen = [json.loads(reply.observations[0]) for reply in turns(pool, ["x", "y"]).values()]
+        assert seen == [[["mine"], 1, "a"], [["mine"], 1, "b"]]  # its own file, and the socket of the model's endpoint
+        assert {reply.reward for reply in turns(pool, ["x", "y"]).values()} == {1.0}
 
 
 GRADED = """
@@ -416,6 +437,31 @@ def test_a_process_may_have_the_network_that_the_kernel_allows(
     with pytest.raises(ConfigError, match="no namespaces; let users make"):
         check_sandbox({"kind": "process", "network": "none"}, ["true"])
     sandboxes.network_fault.cache_clear()
+
+
+WITHOUT_A_NETWORK = """
+    import socket
+    from openai import OpenAI
+    with OpenAI() as client:
+        if [name for _, name in socket.if_nameindex()] != ["lo"]:
+            sys.exit("there is a network")
+        client.chat.completions.create(model="policy", messages=messages)
+        chunks = list(client.chat.completions.create(model="policy", messages=messages, stream=True))
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"You said {said}."}]
+        said = client.responses.create(model="policy", input=messages).output_text
+        finish(float(said), models=len(client.models.list().data))
+"""
+
+
+@pytest.mark.skipif(not can_have_a_network(), reason="the kernel gives this user no network namespace")
+def test_the_openai_client_needs_no_network(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    with started(program(tmp_path, WITHOUT_A_NETWORK, sandbox={"network": "none"})) as pool:
+        begin(pool)
+        assert turns(pool, ["one"])[0].observations == ("You said one.",)
+        reply = turns(pool, ["0.5"])[0]
+        assert (reply.failure, reply.reward, reply.metrics) == (None, 0.5, {"models": 1.0})
 
 
 def group_of(leader: int) -> list[psutil.Process]:
