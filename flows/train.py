@@ -44,7 +44,6 @@ from infra.stores.open import close_store, open_store
 from infra.workers.inputs import evaluation_digest, keep_rows, renew_inputs
 from infra.workers.launch import kill_workers, monitored_workers
 from infra.workers.nodes import check_nodes
-from infra.workers.placement import check_resources
 from schemas.config.run import RunConfig
 from schemas.errors import (
     ChunkCorruptedError,
@@ -55,6 +54,7 @@ from schemas.errors import (
     VersionError,
     WorkerLostError,
 )
+from schemas.placement import Device
 from schemas.step import EvalReport, PolicyHandle, RunHandle, RunSummary, StepReport, comparable
 from tasks.assets import evaluated, evaluation_of
 from tasks.operations import evaluate_policy, save_checkpoint, save_on_failure, start_all_workers
@@ -107,7 +107,7 @@ async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
 
     Raises:
         ServiceError: No Ray head responds.
-        ConfigError: The Ray cluster has too few cores or GPUs.
+        ConfigError: The Ray cluster has too few cores or GPUs, or the engine is not built for what it has.
         RunError: The run exists and trains something else than `config`, or on other data than it was given, or was
             written by a newer Sluice.
         PipelineError: The run stopped; it can be resumed. Or another driver has taken it over.
@@ -125,7 +125,7 @@ async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
 async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
     """Run the steps that a run still lacks, within the current flow run; see `train`."""
     connect(config.services)
-    device = check_resources(config)
+    device = _decide_device(config)
     directory = find_or_create_run(config, run_id)
     async with AsyncExitStack() as stack:
         for context in (driver_lock(directory), driver_log(directory), logs_in_prefect(), infrequent_gc()):
@@ -157,6 +157,13 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         finally:
             done = directory.metrics.num_steps()
             events.end(done, is_complete=done == config.steps)
+
+
+def _decide_device(config: RunConfig) -> Device:
+    """Return what the cluster's workers compute on, for which the engine is built, too."""
+    from flows.preflight import check_cluster  # not at the top: torch is imported with it
+
+    return check_cluster(config)
 
 
 @contextmanager
