@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import suppress
+from typing import Literal
 
 import fsspec
 import torch
@@ -39,12 +40,14 @@ from infra.rewards.open import check_reward
 from infra.storage.runs import RunDirectory, require_writable, resumed_config
 from infra.stores.open import check_name
 from infra.workers.inputs import check_files, open_rows, with_date
+from infra.workers.placement import check_resources
 from rl_core.model_folder import load_config
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.rollout import ProgramRollout, VllmRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ChatTemplateError, CheckpointError, ConfigError, ModelError
 from schemas.metric_catalog import metric_spec
+from schemas.placement import Device
 
 logger = logging.getLogger(__name__)
 
@@ -289,8 +292,27 @@ def check_stop_tokens(config: RunConfig) -> None:
         )
 
 
-def check_engine(config: RunConfig, rollout: VllmRollout | ProgramRollout) -> None:
+def check_cluster(config: RunConfig) -> Device:
+    """Return what the workers of a run compute on, after a Ray cluster was connected to; check the engine for that.
+
+    Raises:
+        ConfigError: The cluster has too few cores or GPUs, or the engine computes on another device.
+    """
+    device = check_resources(config)
+    if isinstance(config.rollout, VllmRollout | ProgramRollout):
+        check_engine(config, config.rollout, device)
+    return device
+
+
+def check_engine(
+    config: RunConfig, rollout: VllmRollout | ProgramRollout, decided: Literal["auto"] | Device = "auto"
+) -> None:
     """Check that the engine is installed for the run's device and that, on a CPU, a sequence fits its KV cache.
+
+    Args:
+        config: The run's configuration.
+        rollout: Its rollout.
+        decided: What the nodes of a Ray cluster have, as far as it is known.
 
     Raises:
         ConfigError: The engine is missing or computes on another device, or a sequence doesn't fit.
@@ -298,7 +320,9 @@ def check_engine(config: RunConfig, rollout: VllmRollout | ProgramRollout) -> No
     found = find_engine(rollout)
     device, on_cpu = config.runtime.device, found.device == "cpu"
     chosen = f"runtime.device = {device!r}"
-    if device == "auto" and config.services.ray_address is None and not torch.cuda.is_available():
+    if device == "auto" and decided != "auto":
+        device, chosen = decided, f"the Ray cluster has {'no GPU' if decided == 'cpu' else 'GPUs'}"
+    elif device == "auto" and config.services.ray_address is None and not torch.cuda.is_available():
         device, chosen = "cpu", "this machine, on which the run is alone, has no GPU"
     if device not in ("auto", found.device) and rollout.kind == "program":
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,14 @@ from prefect.exceptions import TerminationSignal
 from prefect.filesystems import RemoteFileSystem
 from prefect.runtime import flow_run
 
-from flows.lifecycle.cancellation import Notice, cancellable, run_until, sigterm_only_told, terminable
+from flows.lifecycle.cancellation import (
+    Notice,
+    cancellable,
+    run_in_thread,
+    run_until,
+    sigterm_only_told,
+    terminable,
+)
 from flows.lifecycle.outages import call_through_outages
 from flows.lifecycle.session import SETTLE_SECONDS, connect, while_ray_lives
 from flows.recovery import change_config, drop_outdated_ledger, find_or_create_run, open_run, reconcile, record_event
@@ -36,8 +43,8 @@ from infra.storage.runs import RunDirectory
 from infra.stores.open import close_store, open_store
 from infra.workers.inputs import evaluation_digest, keep_rows, renew_inputs
 from infra.workers.launch import kill_workers, monitored_workers
-from infra.workers.nodes import check_nodes
-from infra.workers.placement import check_resources
+from infra.workers.nodes import check_nodes, wait_for_drain
+from infra.workers.placement import leave_node, living_nodes
 from schemas.config.run import RunConfig
 from schemas.errors import (
     ChunkCorruptedError,
@@ -48,6 +55,7 @@ from schemas.errors import (
     VersionError,
     WorkerLostError,
 )
+from schemas.placement import Device
 from schemas.step import EvalReport, PolicyHandle, RunHandle, RunSummary, StepReport, comparable
 from tasks.assets import evaluated, evaluation_of
 from tasks.operations import evaluate_policy, save_checkpoint, save_on_failure, start_all_workers
@@ -100,7 +108,7 @@ async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
 
     Raises:
         ServiceError: No Ray head responds.
-        ConfigError: The Ray cluster has too few cores or GPUs.
+        ConfigError: The Ray cluster has too few cores or GPUs, or the engine is not built for what it has.
         RunError: The run exists and trains something else than `config`, or on other data than it was given, or was
             written by a newer Sluice.
         PipelineError: The run stopped; it can be resumed. Or another driver has taken it over.
@@ -118,13 +126,13 @@ async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
 async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
     """Run the steps that a run still lacks, within the current flow run; see `train`."""
     connect(config.services)
-    device = check_resources(config)
+    device = _decide_device(config)
     directory = find_or_create_run(config, run_id)
     async with AsyncExitStack() as stack:
         for context in (driver_lock(directory), driver_log(directory), logs_in_prefect(), infrequent_gc()):
             stack.enter_context(context)
         identity = claim_identity(directory, config)
-        stack.enter_context(monitored_workers(identity, config))
+        nodes = stack.enter_context(monitored_workers(identity, config))
         config = change_config(directory, config)
         if config.services.secrets:  # those that an earlier driver started may have older values
             kill_workers(identity, config)
@@ -140,7 +148,7 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         try:
             notice = Notice(config.timeouts.notice_seconds)
             with _workers_ended(run, directory):
-                work = while_ray_lives(_training_loop(run, directory, monitors, events, notice))
+                work = while_ray_lives(_train_on(run, directory, monitors, events, notice, nodes))
                 async with newest_steps_kept(run_id, config.services):
                     run = await run_until(watch_lock(directory), terminable(work, notice))
                 summary = summarize(directory, open_store(run).usage().num_bytes)
@@ -150,6 +158,13 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         finally:
             done = directory.metrics.num_steps()
             events.end(done, is_complete=done == config.steps)
+
+
+def _decide_device(config: RunConfig) -> Device:
+    """Return what the cluster's workers compute on, for which the engine is built, too."""
+    from flows.preflight import check_cluster  # not at the top: torch is imported with it
+
+    return check_cluster(config)
 
 
 @contextmanager
@@ -162,6 +177,34 @@ def _workers_ended(run: RunHandle, directory: RunDirectory) -> Iterator[None]:
             with suppress(RayLostError):  # they are gone with it
                 kill_workers(run.identity, run.config)
                 close_store(directory, run.config)
+
+
+async def _train_on(
+    run: RunHandle,
+    directory: RunDirectory,
+    monitors: Monitors,
+    events: RunEvents,
+    notice: Notice,
+    nodes: Callable[[], set[str]],
+) -> RunHandle:
+    """Run all remaining steps; once a node of the run's is drained, save a checkpoint and go on without that node."""
+    while True:
+        ended = await run_until(_drained(notice, nodes), _training_loop(run, directory, monitors, events, notice))
+        if isinstance(ended, RunHandle):
+            return ended
+        leave_node(ended)
+        await run_in_thread("the run's workers", partial(kill_workers, run.identity, run.config))
+        notice.withdraw()
+        run = open_run(directory, run.config)
+
+
+async def _drained(notice: Notice, nodes: Callable[[], set[str]]) -> str:
+    """Wait until one of the nodes is drained, and what the run has in hand is finished; return Ray's id of it."""
+    node = await wait_for_drain(nodes)
+    reason = f"node {living_nodes().get(node, 'that is gone')} ({node[:8]}) is drained"
+    get_run_logger().warning("%s: a checkpoint is saved, and the run goes on without it", reason)
+    await notice.give(reason, "the run goes on without it")
+    return node
 
 
 def _with_sharing(config: RunConfig) -> RunConfig:
@@ -257,7 +300,7 @@ async def _save_what_can_be(
         found = (
             f"no checkpoint of version {policy.version}: what the newest one lacks is computed again from its columns"
         )
-    get_run_logger().info("SIGTERM, %.1f s ago: %s; the run can be resumed", notice.seconds_passed, found)
+    get_run_logger().info("%s, %.1f s ago: %s; %s", notice.reason, notice.seconds_passed, found, notice.then)
 
 
 async def _review(run: RunHandle, report: StepReport, reporter: RunReporter) -> None:

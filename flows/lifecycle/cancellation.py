@@ -39,11 +39,17 @@ _told: ContextVar[Callable[[], object] | None] = ContextVar("told", default=None
 
 
 class Notice:
-    """A SIGTERM to a run's process, and the time until the process may be killed.
+    """A SIGTERM to a run's process, or the drain of a node that it uses, and the time until that may be gone.
 
     Args:
-        seconds: From the signal on: half of them for what the run has in hand, the rest to save a checkpoint.
+        seconds: From the notice on: half of them for what the run has in hand, the rest to save a checkpoint.
+
+    Attributes:
+        reason: What was given notice of.
+        then: What the run does after the checkpoint.
     """
+
+    reason, then = "SIGTERM", "the run can be resumed"
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -54,21 +60,21 @@ class Notice:
 
     @property
     def is_given(self) -> bool:
-        """Whether the signal has arrived."""
+        """Whether it has arrived."""
         return self._given_at is not None
 
     @property
     def seconds_passed(self) -> float:
-        """Seconds since the signal."""
+        """Seconds since then."""
         return 0.0 if self._given_at is None else time.monotonic() - self._given_at
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the process may be killed."""
+        """Seconds until the process or the node may be gone."""
         return max(0.0, self._seconds - self.seconds_passed)
 
     def hold(self) -> None:
-        """Have a signal wait for the end of the surrounding `released`: what is in hand is better finished."""
+        """Have a notice wait for the end of the surrounding `released`: what is in hand is better finished."""
         if not self.is_given:
             self._free.clear()
 
@@ -81,7 +87,7 @@ class Notice:
             self._free.set()
 
     async def wait_unless_given(self, task: asyncio.Task[Any]) -> None:
-        """Wait until a task that may also be done later has ended; the signal cancels it."""
+        """Wait until a task that may also be done later has ended; a notice cancels it."""
         given = asyncio.ensure_future(self._given.wait())
         try:
             await asyncio.wait({task, given}, return_when=asyncio.FIRST_COMPLETED)
@@ -91,12 +97,17 @@ class Notice:
         finally:
             given.cancel()
 
-    async def give(self) -> None:
+    async def give(self, reason: str = reason, then: str = then) -> None:
         """Begin to count the seconds; return when the run has nothing in hand, or half of them have passed."""
-        self._given_at = time.monotonic()
+        self.reason, self.then, self._given_at = reason, then, time.monotonic()
         self._given.set()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._free.wait(), self._seconds / 2)
+
+    def withdraw(self) -> None:
+        """Forget it: the run goes on without what may be gone."""
+        self._given_at = None
+        self._given.clear()
 
 
 async def rename_flow_run(name: str) -> None:

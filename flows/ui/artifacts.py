@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from html import escape
-from pathlib import Path
 from typing import Self
 from uuid import UUID
 
@@ -224,11 +223,11 @@ async def show_evaluation(run_id: str, report: EvalReport) -> None:
 
 @shown_in_ui
 async def report_run(run: RunHandle, directory: RunDirectory, summary: RunSummary) -> None:
-    """Write the report page of a finished run, and add a summary with a link to it."""
+    """Write the report page of a finished run, and add a summary that says where it is."""
     page = await _write_report(directory)
     figures = [f"- **{name}**: {value}" for name, value in summary_rows(summary)]  # a table would not wrap on a phone
-    link = _report_link(page) if page else "The report could not be written."
-    markdown = "\n".join([f"# {summary.run_id}", "", *figures, "", link])
+    place = _report_place(page) if page else "The report could not be written."
+    markdown = "\n".join([f"# {summary.run_id}", "", *figures, "", place])
     key, description = _key(run.run_id, "summary"), "summary of the finished run"
     await acreate_markdown_artifact(markdown, key=key, description=description)
 
@@ -249,10 +248,11 @@ async def _write_report(directory: RunDirectory) -> str | None:
     return out.decode().strip()
 
 
-def _report_link(page: str) -> str:
+def _report_place(page: str) -> str:
+    """Return where the report is: no link to a file, which a browser doesn't follow from a server's page."""
     if places.is_url(page):
         return f"Report: {page}"
-    return f"Report: [{page}]({Path(page).as_uri()}), on the driver's machine"
+    return f"Report: `{page}`, on the driver's machine"
 
 
 def _rounded(value: float | None) -> float | str:

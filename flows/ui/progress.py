@@ -22,9 +22,9 @@ def progress_line(report: StepReport, num_steps: int) -> str:
 
 
 def progress_table(report: StepReport) -> str:
-    """Return a step's UI metrics as a Markdown table."""
+    """Return a step's UI metrics as a Markdown table, with values on the right: cells may have no space between."""
     rows = [f"| {name} | {value} |" for name, value in metric_values(report.metrics, "ui").items()]
-    return "\n".join(["| metric | value |", "|---|---|", *rows])
+    return "\n".join(["| metric | value |", "|---|---:|", *rows])
 
 
 def place_table(places: Sequence[WorkerPlace]) -> str:

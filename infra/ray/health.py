@@ -79,8 +79,10 @@ def run_owner() -> str:
 
 
 @contextmanager
-def monitored_actors(names: Sequence[str], timeout_seconds: float) -> Iterator[None]:
+def monitored_actors(names: Sequence[str], timeout_seconds: float) -> Iterator[Callable[[], set[str]]]:
     """Watch the named actors during the block, whether or not they exist yet; kill one that doesn't answer in time.
+
+    Yields what returns Ray's ids of the nodes on which they were when they answered last.
 
     An actor is not dead for Ray as long as its process exists: one that was stopped, or hangs without running Python,
     would let its callers wait forever. Killed, it fails their calls as any dead actor does.
@@ -94,7 +96,7 @@ def monitored_actors(names: Sequence[str], timeout_seconds: float) -> Iterator[N
     thread = threading.Thread(target=monitor.run, args=(ended,), name="actor-monitor", daemon=True)
     thread.start()
     try:
-        yield
+        yield monitor.nodes
     finally:
         ended.set()
         thread.join(_JOIN_SECONDS)  # not longer: it may be waiting for a Ray that is gone
@@ -127,6 +129,10 @@ class _Monitor:
                 except Exception:  # the others are pinged all the same, or all would end without a driver
                     logger.exception("worker %s can't be monitored", name)
                     self._forget(name)
+
+    def nodes(self) -> set[str]:
+        """Return the nodes of those that have answered."""
+        return {node for node, _ in list(self._processes.values())}  # a copy: another thread adds to them
 
     def _check(self, name: str) -> None:
         ping = self._pings.get(name)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -160,8 +160,8 @@ def kill_workers(identity: str, config: RunConfig) -> None:
     release(identity)
 
 
-def monitored_workers(identity: str, config: RunConfig) -> AbstractContextManager[None]:
-    """Kill, during the block, each of the run's workers and its store's index that stops answering."""
+def monitored_workers(identity: str, config: RunConfig) -> AbstractContextManager[Callable[[], set[str]]]:
+    """Kill, during the block, each of the run's workers and its store's index that hangs; give the others' nodes."""
     from infra.stores.shared.index import index_name
 
     names = [worker_name(identity, *worker) for worker in worker_numbers(config)]

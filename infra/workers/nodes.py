@@ -1,25 +1,31 @@
-"""What every node must have before a run's workers start there; checked on each of them by a task."""
+"""What every node must have before a run's workers start there, and whether it is drained: asked of each by a task."""
 
+import asyncio
 import glob
 import os
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
+from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError, RuntimeEnvSetupError
+from ray.exceptions import RayTaskError, RuntimeEnvSetupError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infra.storage.runs import DISTRIBUTION, RunDirectory, require_writable
 from infra.workers.inputs import model_paths
-from infra.workers.placement import living_nodes
+from infra.workers.placement import leave_node, living_nodes
 from schemas.base import Frozen
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, UserError, describe
 
 MAX_CLOCK_SECONDS = 60  # by which clocks may differ: events have times
 _ANSWER_SECONDS = 120  # for all nodes together; a process starts on each
+_DRAIN_SECONDS = 3.0  # between two looks whether nodes are drained; Ray's own notice of a SIGTERM is 30 s
+_MAX_DRAIN_SECONDS = 20.0
+_DRAIN_SHARE = 0.1  # of the time, which looks may take: a small node starts a process for each
 
 
 class NodeReport(Frozen):
@@ -76,10 +82,56 @@ def check_nodes(directory: RunDirectory, config: RunConfig) -> None:
         except (RayTaskError, RuntimeEnvSetupError) as error:
             cause = getattr(error, "cause", error)
             raise ConfigError(f"{place} can't run Sluice: {describe(cause)}; install it there") from None
+        except TaskUnschedulableError:  # it is drained
+            leave_node(node)
+            continue
         except ray.exceptions.RayError:  # the node is gone by now
             continue
         if problem := find_problem(here, found, directory, began, num_files):
             raise ConfigError(f"{place} {problem}")
+
+
+async def wait_for_drain(nodes: Callable[[], Iterable[str]]) -> str:
+    """Wait until another node is drained that the run uses; return Ray's id of it.
+
+    A node that is drained (before a spot machine ends, by an autoscaler, by Ray itself after a SIGTERM) lives until its
+    deadline, as do the processes on it, but it takes no further work: a task for it fails at once. Ray has no other
+    public sign of it (2.60). This process's own node isn't asked: who ends that one tells its processes.
+
+    Args:
+        nodes: Returns the ids of the nodes that the run uses at the time.
+
+    Raises:
+        RayLostError: Ray is gone.
+    """
+    looks: dict[str, Any] = {}  # unanswered ones, by node
+    interval = _DRAIN_SECONDS
+    while True:
+        await asyncio.sleep(interval)
+        began = time.monotonic()
+        found = await asyncio.to_thread(_look_for_drain, nodes, looks)
+        if found is not None:
+            return found
+        interval = min(_MAX_DRAIN_SECONDS, max(_DRAIN_SECONDS, (time.monotonic() - began) / _DRAIN_SHARE))
+
+
+def _look_for_drain(nodes: Callable[[], Iterable[str]], looks: dict[str, Any]) -> str | None:
+    """Return a node that is drained, if one is known to be; wait a little for the answers of the others."""
+    living, own = living_nodes(), ray.get_runtime_context().get_node_id()
+    task = ray.remote(num_cpus=0, max_retries=0)(lambda: None)  # by value: the process there imports nothing
+    for node in {*nodes()} & living.keys() - looks.keys() - {own}:
+        looks[node] = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+    done = ray.wait([*looks.values()], num_returns=len(looks), timeout=_DRAIN_SECONDS)[0] if looks else []
+    for node, ref in [(node, ref) for node, ref in looks.items() if ref in done]:
+        del looks[node]
+        try:
+            ray.get(ref)
+        except TaskUnschedulableError:
+            if node in living_nodes():  # of one that is gone, its workers' callers are told
+                return node
+        except ray.exceptions.RayError:  # it is gone, or the process there
+            continue
+    return None
 
 
 def report_node(directory: str, paths: list[str]) -> NodeReport:

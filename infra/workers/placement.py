@@ -41,6 +41,7 @@ _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 1.0  # before a line names the holders of the resources
 _LINE_SECONDS = 30.0  # between two such lines
 _next_line: dict[str, float] = {}  # when the next one is due, by run
+_left: set[str] = set()  # ids of nodes that are drained: they live, but take no further worker
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,11 @@ async def place(run: RunHandle, role: Role, numbers: Sequence[int]) -> list[Plac
 def living_nodes() -> dict[str, str]:
     """Return the addresses of the nodes that live, by Ray's ids."""
     return {node["NodeID"]: node["NodeManagerAddress"] for node in _living()}
+
+
+def leave_node(node: str) -> None:
+    """Place no further worker on a node, which is drained, and will be gone."""
+    _left.add(node)
 
 
 def release(identity: str) -> None:
@@ -216,9 +222,9 @@ def _holders() -> str:
 
 
 def _living() -> list[dict[str, Any]]:
-    """Return what Ray tells of the nodes that live."""
+    """Return what Ray tells of the nodes that live, without those that are drained."""
     require_ray()
-    return [node for node in ray.nodes() if node["Alive"]]
+    return [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in _left]
 
 
 def _scattered(config: RunConfig) -> str:

@@ -179,7 +179,7 @@ class TimeoutsConfig(FrozenConfig):
     """Seconds, 60 or more, after which a run's workers and store end without a driver; it can be resumed then."""
 
     notice_seconds: PositiveFloat = 20
-    """Seconds between a SIGTERM to the driver and its end, for a checkpoint; give what your machines give."""
+    """Seconds between a SIGTERM to the driver, or the drain of a node, and its end; give what your machines give."""
 
 
 class WeightsConfig(FrozenConfig):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
+from tests.support.nodes import drain_node
 from tests.support.workplace import Workplace
 
 pytestmark = pytest.mark.extended
@@ -48,6 +49,36 @@ def place_of(worker: str, printed: str) -> str:
 def kill_node(cluster: Cluster, place: str) -> None:
     (node,) = [node for node in cluster.list_all_nodes() if node.node_id.startswith(place)]
     cluster.remove_node(node, allow_graceful=False)
+
+
+def test_a_drained_node_is_left_with_a_checkpoint(
+    workplace: Workplace, clusters: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(workplace.environment, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as here: loopback only
+    run, settings = workplace.run("drained"), ("checkpoint.every_steps=100", "timeouts.notice_seconds=600")
+    clusters.append(start_cluster(1, 1, 1))
+    address = f"services.ray_address={clusters[0].address}"
+    driver = workplace.start(*CONFIG, *settings, address, "--run-id", "drained")
+    driver.wait_standing(lambda: run.passed(1, "update"))
+    (hold := workplace.folder / "hold").touch()  # no further rollout ends
+    driver.resume()
+    driver.wait_for(lambda: run.num_done >= 2)
+    place = place_of("policy-0", driver.printed)
+    (node,) = [each.node_id for each in clusters[0].list_all_nodes() if each.node_id.startswith(place)]
+    drain_node(clusters[0].address, node)
+    driver.wait_for(lambda: "the run goes on without it" in driver.printed.partition(" s ago: ")[2])
+    done = run.num_done
+    hold.unlink()
+    printed = driver.finish()
+    line = (
+        rf"node {LOOPBACK} \({place}\) is drained, [\d.]+ s ago: the checkpoint after step {done} is complete; the run"
+    )
+    assert re.search(line, printed)
+    assert place_of("policy-0", printed) != place
+    for step in range(STEPS):  # none was done twice
+        assert printed.count(f"step {step + 1:3}/{STEPS}") == 1
+    workplace.sluice(*CONFIG, "--run-id", "undrained")
+    assert run.weights(STEPS) == workplace.run("undrained").weights(STEPS)
 
 
 def test_nodes_die_one_after_another(

@@ -277,7 +277,7 @@ def test_the_ui_has_named_runs_and_artifacts(workplace: Workplace, printed: str)
     assert {"mean@1", "best@1", "maj@1", "reward"} <= set(table[0])
 
 
-def test_the_ui_shows_the_curves_and_links_to_the_report(
+def test_the_ui_shows_the_curves_and_where_the_report_is(
     workplace: Workplace, directory: RunDirectory, tmp_path: Path
 ) -> None:
     found = {

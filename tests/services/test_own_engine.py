@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from flows.preflight import check_engine
+from flows.preflight import check_cluster, check_engine
 from infra.engines.base import EngineModel, Sampling, generate_all
 from infra.engines.open import engine_versions, open_engine
 from infra.engines.program import frames
@@ -417,6 +417,7 @@ def test_a_missing_program_or_interpreter_and_another_device(folder: Path, tmp_p
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.usefixtures("ray_cluster")
 def test_an_engine_for_gpus_is_refused_where_there_are_none(folder: Path, tmp_path: Path) -> None:
     rollout = ProgramRollout(program=write_near(tmp_path, "cuda"))
     config = run_config(model={"path": str(folder)}, rollout=rollout.model_dump())
@@ -424,3 +425,5 @@ def test_an_engine_for_gpus_is_refused_where_there_are_none(folder: Path, tmp_pa
         check_engine(config, rollout)
     elsewhere = config.replace(services=config.services.replace(ray_address="head:6379"))
     check_engine(elsewhere, rollout)  # which may have some
+    with pytest.raises(ConfigError, match=r"the Ray cluster has no GPU, but near of rollout.program .* on cuda; set"):
+        check_cluster(elsewhere)  # it is connected to, and has none

@@ -21,11 +21,13 @@ from infra.workers import placement
 from infra.workers.actor import PlacedActor, actor_class
 from infra.workers.cluster_runs import cluster_runs, end_run
 from infra.workers.layout import Role, worker_numbers
-from infra.workers.placement import check_resources, place, release
+from infra.workers.nodes import _look_for_drain, wait_for_drain
+from infra.workers.placement import check_resources, leave_node, place, release
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ResourcesError
 from schemas.step import RunHandle
 from tests.support.configs import placed_config
+from tests.support.nodes import drain_node
 from tests.support.progress import wait_until
 
 GPUS_PER_NODE = 4
@@ -215,6 +217,25 @@ def test_nothing_is_left_of_starts_and_kills(tmp_path: Path, nodes: list[Any]) -
     assert cluster_runs() == []
     assert [table for table in placement_group_table().values() if table["state"] != "REMOVED"] == []
     assert [path.name for path in next(tmp_path.glob("sluice-*")).iterdir()] == ["lock"]
+
+
+def test_a_drained_node_is_noticed_and_left(tmp_path: Path, nodes: list[Any], ray_cluster: Cluster) -> None:
+    ray_cluster.add_node(num_cpus=1, num_gpus=2, object_store_memory=2**27)
+    spare = ray_cluster.add_node(num_cpus=1, num_gpus=GPUS_PER_NODE, object_store_memory=2**27)  # for later tests
+    nodes.append(spare)
+    ray_cluster.wait_for_nodes()
+    with started("drained", placed_config(tmp_path, device="cuda", timeouts={"resource_seconds": 600})) as run:
+        drained = probes(run)["policy", 0][0]
+        looks: dict[str, Any] = {}
+        own = ray.get_runtime_context().get_node_id()
+        wait_until(lambda: _look_for_drain(lambda: {drained, own, "gone"}, looks) is None and not looks)
+        drain_node(ray_cluster.address, drained)
+        assert asyncio.run(wait_for_drain(lambda: {drained})) == drained
+        assert drained in placement.living_nodes()  # with its workers, until its deadline
+        assert asyncio.run(call(find_actor("drained/policy-0"), "where"))[0] == drained
+        leave_node(drained)
+        end(run)
+        assert drained not in {where[0] for where in probes(run).values()}
 
 
 @pytest.mark.extended

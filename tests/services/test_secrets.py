@@ -1,16 +1,23 @@
 """Secrets from blocks of a real Prefect server: each start has the present values, and no file of the run has any."""
 
 import os
+import threading
 from collections.abc import Iterator
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
+import botocore.session
 import pytest
+from mlflow import MlflowClient
 from prefect.blocks.system import Secret
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from pydantic import ValidationError
 
 from flows.lifecycle.secrets import take_secrets
+from infra.monitors.wandb import require_login
+from schemas.config.monitor import WandbMonitor
 from schemas.config.runtime import ServicesConfig
 from schemas.errors import ConfigError, ServiceError
 from tests.support.workplace import Workplace
@@ -93,3 +100,49 @@ def test_what_is_not_there_is_one_line(api_url: str, tmp_path: Path, monkeypatch
 def test_a_config_holds_references_alone(value: str) -> None:
     with pytest.raises(ValidationError, match="secrets"):
         secrets(JUDGE_KEY=value)
+
+
+class Tracker(BaseHTTPRequestHandler):
+    """Answers as an MLflow server without runs, and keeps the headers of each request."""
+
+    seen: ClassVar[list[str | None]] = []
+
+    def do_POST(self) -> None:
+        self.seen.append(self.headers["Authorization"])
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    do_GET = do_POST
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_store_and_trackers_take_their_keys_from_blocks(
+    api_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save({"id": "the-id", "secret": "the-secret", "session": "the-session"}, "bucket")
+    save("the-token", "mlflow")
+    save("0" * 40, "wandb")
+    references = {
+        "AWS_ACCESS_KEY_ID": "{{ prefect.blocks.secret.bucket.id }}",
+        "AWS_SECRET_ACCESS_KEY": "{{ prefect.blocks.secret.bucket.secret }}",
+        "AWS_SESSION_TOKEN": "{{ prefect.blocks.secret.bucket.session }}",
+        "MLFLOW_TRACKING_TOKEN": "{{ prefect.blocks.secret.mlflow }}",
+        "WANDB_API_KEY": "{{ prefect.blocks.secret.wandb }}",
+    }
+    for name in references:
+        monkeypatch.setenv(name, "exported")  # and removed at the end
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))  # nothing of the user's
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    take_secrets(secrets(**references))
+    found = botocore.session.Session().get_credentials().get_frozen_credentials()
+    assert (found.access_key, found.secret_key, found.token) == ("the-id", "the-secret", "the-session")
+    require_login(WandbMonitor(project="any"))
+    Tracker.seen.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Tracker) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        MlflowClient(tracking_uri=f"http://127.0.0.1:{server.server_port}").search_experiments()
+        server.shutdown()
+    assert set(Tracker.seen) == {"Bearer the-token"}

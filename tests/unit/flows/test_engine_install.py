@@ -7,9 +7,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from flows.preflight import check_engine
 from infra.engines.vllm.installation import find_vllm, install_vllm
+from schemas.config.rollout import VllmRollout
 from schemas.errors import ConfigError
+from tests.support.configs import run_config
 
 
 def make_wheel(folder: Path, package: str, version: str) -> None:
@@ -110,6 +114,25 @@ def test_an_interpreter_that_is_unfit_is_named(tmp_path: Path, script: str, said
     with pytest.raises(ConfigError, match=said) as caught:
         find_vllm(str(program))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_cuda_build_is_refused_before_anything_starts_on_a_machine_without_gpus(tmp_path: Path) -> None:
+    make_wheel(tmp_path, "vllm", "0.32.0")
+    with zipfile.ZipFile(tmp_path / "vllm-0.32.0-py3-none-any.whl") as wheel:
+        wheel.extractall(tmp_path)
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH="$(dirname "$0")" exec {sys.executable} -S "$@"\n')  # no other vLLM
+    program.chmod(0o755)
+    rollout = VllmRollout(python=str(program))
+    assert find_vllm(rollout.python).device == "cuda"
+    config = run_config(rollout=rollout.model_dump())
+    advice = "but the installed vLLM is built for CUDA; install the other build: sluice engine install vllm --cpu"
+    with pytest.raises(ConfigError, match=f"^this machine, on which the run is alone, has no GPU, {advice}$"):
+        check_engine(config, rollout)
+    elsewhere = config.replace(services=config.services.replace(ray_address="head:6379"))
+    with pytest.raises(ConfigError, match=f"^the Ray cluster has no GPU, {advice}$"):
+        check_engine(elsewhere, rollout, "cpu")
 
 
 def test_an_interpreter_that_is_missing_or_of_another_platform_is_named(tmp_path: Path) -> None:

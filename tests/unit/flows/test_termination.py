@@ -204,6 +204,25 @@ def test_what_is_in_hand_is_finished_within_half_of_the_notice(
     assert received == [signal.SIGTERM]
 
 
+def test_a_notice_that_was_withdrawn_is_given_again() -> None:
+    async def drained_then_terminated() -> None:
+        notice = Notice(1000)
+        await notice.give("node 127.0.0.1 is drained", "the run goes on")
+        assert (notice.is_given, notice.reason, notice.then) == (True, "node 127.0.0.1 is drained", "the run goes on")
+        notice.withdraw()
+        assert (notice.is_given, notice.seconds_left, notice.seconds_passed) == (False, 1000, 0)
+        notice.hold()
+        given = asyncio.ensure_future(notice.give())
+        await asyncio.sleep(0)
+        assert (notice.is_given, notice.reason, notice.then) == (True, "SIGTERM", "the run can be resumed")
+        assert not given.done()
+        with notice.released():
+            pass
+        await given
+
+    asyncio.run(drained_then_terminated())
+
+
 def test_work_that_can_be_done_later_is_cancelled_by_a_notice() -> None:
     async def run() -> tuple[bool, int]:
         notice = Notice(1000)
