@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 WARM_UP_STEPS = 2
 LEARNING_RATE = 1e-4
 ROWS = "rows.jsonl"
-SAME_LOSS = 1e-4  # largest difference of a step's loss from that of padded steps
+SAME_LOSS = 1e-5  # largest difference of a step's loss from that of padded steps
 PEER = """
 import json, sys, time, torch
 from datasets import load_dataset

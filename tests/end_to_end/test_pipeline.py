@@ -8,6 +8,7 @@ import pytest
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import FlowFilter, FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.states import Scheduled
 
 from tests.services.test_assets import made_of, materialized, wait_for
 from tests.support.sft import sft_toml, write_sums
@@ -56,6 +57,17 @@ data_path = "eval.parquet"
 [export]
 folder = "swept"
 dtype = "bfloat16"
+"""
+# The judge is away once a run that has a teacher has finished a step, until the file is gone.
+JUDGED = """
+from pathlib import Path
+from tiny_rewards import short
+
+def score(prompt, completion, answer, info):
+    lines = "".join(file.read_text() for file in Path("runs").glob("retried-*-taught/metrics.jsonl"))
+    if Path("away").exists() and '"kind": "step"' in lines:
+        raise RuntimeError("the judge is away")
+    return short(prompt, completion, answer, info)
 """
 
 
@@ -196,6 +208,50 @@ def test_only_the_version_that_was_evaluated_is_exported(place: Workplace, swept
 
 
 @pytest.fixture
+def judged(place: Workplace) -> Iterator[Command]:
+    """The command that offers a pipeline whose second stage needs a judge, which is away."""
+    (place.folder / "judged.py").write_text(JUDGED)
+    (place.folder / "retried.toml").write_text(PIPELINE.replace('name = "pipe"', 'name = "retried"'))
+    (place.folder / "away").touch()
+    server = place.start("serve", "retried.toml", "--set", "stages.taught.set.reward.path=judged:score")
+    server.wait_for(lambda: "serving until stopped" in server.printed)
+    yield server
+    server.kill()
+
+
+def state_of(place: Workplace, flow_run: FlowRun) -> State:
+    found = place.ask(lambda client: client.read_flow_run(flow_run.id)).state
+    assert found is not None
+    return found
+
+
+def test_a_retry_of_a_failed_flow_run_goes_on_within_the_stage(place: Workplace, whole: Path, judged: Command) -> None:
+    async def start(client: PrefectClient) -> FlowRun:
+        deployment = await client.read_deployment_by_name("pipeline/retried")
+        return await client.create_flow_run_from_deployment(deployment.id)
+
+    started = place.ask(start)
+    judged.wait_for(lambda: state_of(place, started).is_final(), poll_seconds=1)
+    assert state_of(place, started).name == "Failed"
+    assert "the judge is away" in (state_of(place, started).message or "")
+    pipeline_id = f"retried-{str(started.id)[-12:]}"
+    files, taught = place.folder / f"models/retried/{pipeline_id}", place.run(f"{pipeline_id}-taught")
+    trained, num_done = (files / "sft/config.json").stat().st_mtime_ns, taught.num_done
+    assert 0 < num_done < 3
+    (place.folder / "away").unlink()
+    place.ask(lambda client: client.set_flow_run_state(started.id, Scheduled(name="AwaitingRetry")))
+    judged.wait_for(lambda: state_of(place, started).name not in ("Failed", "AwaitingRetry"), poll_seconds=1)
+    judged.wait_for(lambda: state_of(place, started).is_final(), poll_seconds=1)
+    promoted = f"promoted models/retried/{pipeline_id}/taught"
+    assert (state_of(place, started).name, state_of(place, started).message) == ("Completed", promoted)
+    assert (files / "sft/config.json").stat().st_mtime_ns == trained
+    assert [event.kind for event in place.run(f"{pipeline_id}-sft").metrics.events()] == ["start"]
+    assert [event.kind for event in taught.metrics.events()] == ["start", "resume"]
+    assert [report.step for report in taught.metrics.steps()] == [0, 1, 2]
+    assert weights(files / "taught") == weights(whole / "taught")
+
+
+@pytest.fixture
 def served(place: Workplace) -> Iterator[Command]:
     """The command that offers the sweep, with a learning rate at which it diverges."""
     swept = "stages.grpo.sweep.optim.lr=[1e30, 1e-2]"
@@ -216,15 +272,11 @@ def test_a_deployment_of_a_pipeline_is_scheduled_and_a_run_that_diverges_is_left
         assert all(entry["description"] for entry in properties.values())
         return await client.create_flow_run_from_deployment(deployment.id)
 
-    def state() -> State:
-        found = place.ask(lambda client: client.read_flow_run(started.id)).state
-        assert found is not None
-        return found
-
     started = place.ask(start)
     pipeline_id = f"sweep-{str(started.id)[-12:]}"
-    served.wait_for(lambda: state().is_final(), poll_seconds=1)
-    assert (state().name, state().message) == ("Completed", f"promoted swept/{pipeline_id}/grpo")
+    served.wait_for(lambda: state_of(place, started).is_final(), poll_seconds=1)
+    state = state_of(place, started)
+    assert (state.name, state.message) == ("Completed", f"promoted swept/{pipeline_id}/grpo")
     assert (place.folder / "swept/current").resolve() == place.folder / f"swept/{pipeline_id}/grpo"
     summaries = [place.run(f"{pipeline_id}-grpo-{number}").summary() for number in (1, 2)]
     assert [summary is None for summary in summaries] == [True, False]

@@ -1,14 +1,18 @@
 """Runs whose scores are over what truncated sampling left: by two ranks with a reference; of several turns."""
 
+import numpy as np
 import pytest
 
+from infra.models.load import load_model
 from infra.stores.offline import read_step
+from schemas.config.model import ModelConfig
+from tests.support.engine_checks import plain_logprobs
 from tests.support.run_results import Run
 from tests.support.workplace import Workplace
 
 STEPS, STOPS = 3, list(range(64))
 COLUMNS = ("response_ids", "sampling_mask_counts", "sampling_mask_ids", "sampler_logprobs", "behavior_logprobs")
-SETTINGS = ("rollout.top_p=0.7", "rollout.min_p=0.02", "rollout.sampling_mask=true", "loss.behavior=recompute")
+SETTINGS = ("rollout.top_p=0.8", "rollout.min_p=0.02", "rollout.sampling_mask=true", "loss.behavior=recompute")
 GAME = """
 class Asking:
     def __init__(self, task, seed):
@@ -34,6 +38,20 @@ def test_engine_trainer_and_reference_score_over_the_same_tokens(masked: Run) ->
     for step, metrics in enumerate(masked.step_metrics()):
         assert metrics["mismatch/max"] < 1e-4
         assert (metrics["kl"] < 1e-6) == (step == 0)
+        assert (metrics["ratio"], metrics["ratio_max"]) == (1.0, 1.0)
+
+
+def test_the_ratio_of_trainer_and_sampler_is_1_only_over_the_mask(workplace: Workplace, masked: Run) -> None:
+    model, over_all, over_mask = load_model(ModelConfig(path=str(workplace.folder / "model"))), [], []
+    for row in read_step(masked.path, 0, columns=(*COLUMNS, "prompt_ids")).to_pylist():
+        sampler = np.array(row["sampler_logprobs"])
+        scored = plain_logprobs(model, row["prompt_ids"], np.array(row["response_ids"]), 1.0)
+        over_all.append(np.exp(scored - sampler))
+        over_mask.append(np.exp(np.array(row["behavior_logprobs"]) - sampler))
+    assert np.abs(np.concatenate(over_mask) - 1).max() < 1e-4
+    ratios = np.concatenate(over_all)
+    assert ratios.max() < 1 + 1e-5  # tokens are cut, and none is added
+    assert np.mean(ratios < 0.9) > 0.5
 
 
 def test_each_token_is_one_that_could_be_sampled(masked: Run) -> None:

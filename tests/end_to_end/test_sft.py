@@ -40,7 +40,8 @@ options = SFTConfig(
 rows = load_dataset("json", data_files="rows.jsonl", split="train")
 trainer = SFTTrainer(model="model", args=options, train_dataset=rows, processing_class=tokenizer)
 trainer.train()
-print(json.dumps([step["loss"] for step in trainer.state.log_history if "loss" in step]))
+steps = [step for step in trainer.state.log_history if "loss" in step]
+print(json.dumps({name: [step[name] for step in steps] for name in ("loss", "grad_norm")}))
 """
 
 
@@ -222,11 +223,13 @@ def test_the_plan_says_what_runs(place: Workplace) -> None:
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "all"])
-def test_losses_are_those_of_trl(place: Workplace, loss_on: str) -> None:
+def test_losses_and_gradients_are_those_of_trl(place: Workplace, loss_on: str) -> None:
     pytest.importorskip("trl")
     peer = place.python("-P", "-c", PEER, loss_on, MARKED)
     run_id = f"sft-{loss_on}"
     place.sluice("train", "sft.toml", "--run-id", run_id, f"sft.loss_on={loss_on}", "data.shuffle=false")
-    expected = next(line for line in peer.splitlines() if line.startswith("["))
-    losses = [metrics["loss"] for metrics in place.run(run_id).step_metrics()]
-    assert losses == pytest.approx(json.loads(expected), abs=1e-4)
+    expected = json.loads(next(line for line in peer.splitlines() if line.startswith('{"loss"')))
+    found = {name: [metrics[name] for metrics in place.run(run_id).step_metrics()] for name in expected}
+    assert len(expected["loss"]) == STEPS
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)

@@ -333,6 +333,14 @@ MUTANTS = (
         tests=("tests/unit/rl_core/test_structure.py",),
     ),
     Mutant(
+        name="sampling-mask-ignored",
+        area="scoring",
+        path="rl_core/scoring/packing.py",
+        old="return None if self.mask_counts is None or self.mask_ids is None else (self.mask_counts, self.mask_ids)",
+        new="return None",
+        tests=("tests/end_to_end/test_sampling_mask.py",),
+    ),
+    Mutant(
         name="grpo-divides-by-population-deviation",
         area="losses",
         path="rl_core/advantages/baselines.py",
