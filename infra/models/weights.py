@@ -2,8 +2,8 @@
 
 Or read its weights one by one, and make of them what a model's folder holds.
 
-Beyond its own shard, a rank needs some MiB at a time; for a weight that transformers composes of several stored ones
-(e.g. the experts of a layer), memory for that weight as a whole.
+Beyond its own shard, a rank needs some MiB at a time; of the experts of a layer that are stored one by one, memory for
+those that it holds; of another weight that transformers composes of several stored ones, for that weight as a whole.
 """
 
 import math
@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -65,8 +67,10 @@ def load_weights(
             else:
                 targets.fill(target, files.shape(source), _rows_of(files, source), files.describe(source), path)
         for target, converter in converters:
+            skipped, size = targets.choose_experts(target, converter)
             for name, tensor in _convert(model, target, converter, path).items():
-                targets.fill(name, tuple(tensor.shape), _rows_in(tensor), f"{name}, as converted", path)
+                shape = (size or len(tensor), *tensor.shape[1:]) if tensor.ndim else ()
+                targets.fill(name, shape, _rows_in(tensor, skipped), f"{name}, as converted", path)
         for name, value in new_adapter_weights(model, seed):
             targets.fill(without_adapter(name), tuple(value.shape), _rows_in(value), name, path)
         targets.assign(path)
@@ -202,6 +206,27 @@ class _Targets:
         )
         self._new[id(old)] = _like(old, placed)
 
+    def choose_experts(self, target: str, converter: WeightConverter) -> tuple[int, int | None]:
+        """Have a converter that stacks experts read those alone that this rank holds, at least one.
+
+        Returns:
+            The number of experts before them, and of all; 0 and None: it reads whatever it makes a weight of.
+        """
+        old, (first, *others) = self._state[self.names[target]], converter.operations
+        stacks = isinstance(first, MergeModulelist) and first.dim == 0
+        read = converter.collected_tensors
+        if (
+            not (isinstance(old, DTensor) and stacks)
+            or any(not isinstance(other, Concatenate) or other.dim == 0 for other in others)
+            or any(len(experts) != len(old) for experts in read.values())
+        ):
+            return 0, None
+        start, size = _held_rows(old)
+        start = min(start, len(old) - 1)
+        for pattern, experts in read.items():
+            read[pattern] = experts[start : start + max(size, 1)]
+        return start, len(old)
+
     def _copy(self, rows: Rows, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor of this shape with the rows from `start` on, which are read piece by piece."""
         values = torch.empty(shape, dtype=dtype, device=self._device)
@@ -316,5 +341,10 @@ def _rows_of(files: ModelFiles, name: str) -> Rows:
     return lambda start, stop: files.read_values(name, start, stop)
 
 
-def _rows_in(tensor: Tensor) -> Rows:
-    return lambda start, stop: tensor[start:stop] if tensor.ndim else tensor
+def _rows_in(tensor: Tensor, skipped: int = 0) -> Rows:
+    """Return what reads rows of a tensor, which lacks the `skipped` first ones."""
+
+    def rows(start: int | None, stop: int | None) -> Tensor:
+        return tensor if start is None or stop is None else tensor[start - skipped : stop - skipped]
+
+    return rows
