@@ -4,6 +4,7 @@ On the CPU the same comparisons are of bfloat16 with float32, or of the code wit
 """
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.results import CheckResult, Figure, Settings
 from benchmarks.models import make_model
-from rl_core.scoring import leak_probe, pack_row, use_packed_attention
+from rl_core.scoring import Branch, leak_probe, pack_row, use_packed_attention
 from rl_core.scoring.attention import packed_attention
 from rl_core.scoring.head import HeadOptions, score_targets
 
 BOUNDARIES = (0, 7, 8, 40, 64)  # of the responses of one packed row
 PROMPT_TOKENS = 9  # before each of them
+BRANCHES = (Branch(2, 10, 13), Branch(2, 20, 25), Branch(3, 8, 3), Branch(3, 16, -1))  # one from another; from a prompt
 HEADS, HEAD_SIZE = 4, 32
 WINDOW = 5  # tokens
 
@@ -32,37 +34,36 @@ def check(settings: Settings, folder: Path) -> CheckResult:
     for kv_heads in (HEADS, HEADS // 2):
         for window in (None, WINDOW):
             name = f"attention, {kv_heads} key heads, {'no window' if window is None else f'window {window}'}"
-            figures[name] = round(attention_difference(device, kv_heads, window), 3)
-            figures[f"{name}, a shared prompt"] = round(attention_difference(device, kv_heads, window, share=True), 3)
+            for tree, branches in {"": None, ", a shared prompt": (), ", branches": BRANCHES}.items():
+                figures[f"{name}{tree}"] = round(attention_difference(device, kv_heads, window, branches), 3)
     figures["scoring head"] = round(head_difference(device), 3)
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model("tiny", device, dtype)
         use_packed_attention(model)
-        leak_probe(model, share_prompts=True)
+        leak_probe(model, share_prompts=True, branches=True)
     missed = [f"{name}: {value} times the allowed difference" for name, value in figures.items() if not value <= 1]
     return CheckResult.of("kernels", figures, missed)
 
 
-def attention_difference(device: torch.device, kv_heads: int, window: int | None, *, share: bool = False) -> float:
+def attention_difference(
+    device: torch.device, kv_heads: int, window: int | None, branches: Sequence[Branch] | None
+) -> float:
     """Compare packed attention in bfloat16 on a device with float32 on the CPU: output and gradients.
 
     Args:
         device: The device.
         kv_heads: The number of key and value heads.
         window: The sliding window in tokens; None: none.
-        share: Whether all sequences of a row share a prompt.
+        branches: Of the sequences of a row, which share a prompt; None: they don't share it.
     """
     generator = torch.Generator().manual_seed(0)
     responses = torch.tensor(BOUNDARIES).diff()
     prompts = torch.full_like(responses, PROMPT_TOKENS)
     ids = [torch.zeros(int(lengths.sum()), dtype=torch.int64) for lengths in (prompts, responses)]
-    row = pack_row(ids[0], prompts, ids[1], responses, share_prompts=share)
-    num_tokens = len(row.input_ids)
-    states = [
-        torch.randn(1, heads, num_tokens, HEAD_SIZE, generator=generator).bfloat16()
-        for heads in (HEADS, kv_heads, kv_heads)
-    ]
-    weights = torch.randn(1, num_tokens, HEADS, HEAD_SIZE, generator=generator)
+    row = pack_row(ids[0], prompts, ids[1], responses, share_prompts=branches is not None, branches=branches or ())
+    shapes = [(1, heads, len(row.input_ids), HEAD_SIZE) for heads in (HEADS, kv_heads, kv_heads)]
+    states = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    weights = torch.randn(shapes[0], generator=generator).transpose(1, 2)
     results = []
     for place, dtype in ((torch.device("cpu"), torch.float32), (device, torch.bfloat16)):
         leaves = [state.to(place, dtype, copy=True).requires_grad_() for state in states]

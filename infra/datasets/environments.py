@@ -62,7 +62,7 @@ def held_out_environment(path: str, prompts: PromptDataset, environments: Sequen
     if len(by_number) == 1:
         return always(environments[0])
     known: dict[str, set[int | None]] = {}
-    for row in (prompts[number] for number in range(len(prompts))):
+    for row in prompts.rows:
         known.setdefault(row.data_source, set()).add(row.environment)
 
     def environment_of(data_source: str) -> RowEnvironment:

@@ -3,6 +3,7 @@
 import logging
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from infra.datasets.environments import (
     held_out_environment,
 )
 from infra.datasets.files import read_rows
-from infra.datasets.prompts import PromptDataset, PromptRow
+from infra.datasets.prompts import LazyRow, PromptDataset, PromptRow
 from infra.datasets.rows import ParsedRow, parse_row
 from rl_core.rollout.chat import ChatTemplate, Shape, shape_of
 from rl_core.rollout.control_tokens import Messages
@@ -59,7 +60,7 @@ def split_levels(path: str, prompts: PromptDataset, levels: LevelCurriculum) -> 
     Raises:
         DataError: A level has none.
     """
-    rows = [prompts[number] for number in range(len(prompts))]
+    rows = prompts.rows
     numbers = [level_of(path, row.info, levels) for row in rows]
     parts = []
     for level, name in enumerate(levels.names):
@@ -71,24 +72,33 @@ def split_levels(path: str, prompts: PromptDataset, levels: LevelCurriculum) -> 
 
 
 def load_run_prompts(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, are_checked: bool = False
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """Read a run's training prompts and, if it has any, held-out ones, each row with its environment.
+
+    Args:
+        config: The run.
+        tokenizer: The tokenizer whose chat template formats the prompts.
+        are_checked: Whether all prompts have been found usable before, see `load_prompts`.
 
     Raises:
         DataError: See `load_train_prompts`; or the environment of a held-out row isn't known.
         EnvironmentImportError: A tool can't be loaded, or lacks types or a description.
     """
     environments, path = environments_of_sources(config), config.data.eval_path
-    prompts = load_train_prompts(config.data, tokenizer, environments)
+    prompts = load_train_prompts(config.data, tokenizer, environments, are_checked=are_checked)
     if path is None:
         return prompts, None
     environment_of = held_out_environment(path, prompts, environments)
-    return prompts, load_prompts(path, config.data, tokenizer, environment_of)
+    return prompts, load_prompts(path, config.data, tokenizer, environment_of, are_checked=are_checked)
 
 
 def load_train_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, environments: Sequence[RowEnvironment] | None = None
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    environments: Sequence[RowEnvironment] | None = None,
+    *,
+    are_checked: bool = False,
 ) -> PromptDataset:
     """Read training prompts: `data.train_path`, by level of difficulty if asked for, or `data.sources`.
 
@@ -96,6 +106,7 @@ def load_train_prompts(
         config: The prompts.
         tokenizer: The tokenizer whose chat template formats the prompts.
         environments: Of each source; None: responses are one turn.
+        are_checked: See `load_prompts`.
 
     Raises:
         DataError: See `load_prompts`; or a level of difficulty has no rows.
@@ -103,7 +114,7 @@ def load_train_prompts(
     levels = config.curriculum if isinstance(config.curriculum, LevelCurriculum) else None
     environments = environments or [RowEnvironment()] * len(config.train_sources)
     parts = [
-        load_prompts(source.path, config, tokenizer, always(environment), levels)
+        load_prompts(source.path, config, tokenizer, always(environment), levels, are_checked=are_checked)
         for source, environment in zip(config.train_sources, environments, strict=True)
     ]
     if levels is not None:
@@ -117,6 +128,8 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     environment_of: EnvironmentOf = always(RowEnvironment()),  # noqa: B008  it is immutable
     levels: LevelCurriculum | None = None,
+    *,
+    are_checked: bool = False,
 ) -> PromptDataset:
     """Read prompts in verl's columns: `data_source`, `prompt`, `reward_model`, `extra_info`.
 
@@ -126,6 +139,8 @@ def load_prompts(
         tokenizer: The tokenizer whose chat template formats the prompts.
         environment_of: Finds the environment of a row by its `data_source`.
         levels: The levels of difficulty of which each row must have one.
+        are_checked: Whether all prompts have been found usable before. Unless longer ones are to be dropped, which only
+            their tokens tell, a prompt is then tokenized when it is asked for.
 
     Raises:
         DataError: The file is missing or unreadable, or a row is unusable; the message names file, row (counted from 1)
@@ -142,6 +157,18 @@ def load_prompts(
         environment.number: ChatTemplate(tokenizer, config.chat_template_kwargs, environment.tools)
         for environment in {each.number: each for each in environments}.values()
     }
+    if are_checked and config.overlong == "error":
+        return PromptDataset(
+            [
+                LazyRow(
+                    row.info,
+                    row.info["data_source"],
+                    environment.number,
+                    partial(_encode_row, row, chats[environment.number], environment),
+                )
+                for row, environment in zip(parsed, environments, strict=True)
+            ]
+        )
     prompt_ids = _tokenize(path, [row.messages for row in parsed], [chats[each.number] for each in environments])
     limit = config.max_prompt_tokens
     too_long = [number for number, ids in enumerate(prompt_ids, start=1) if len(ids) > limit]
@@ -163,6 +190,11 @@ def load_prompts(
         if len(ids) <= limit
     ]
     return PromptDataset(rows, num_dropped=len(too_long))
+
+
+def _encode_row(row: ParsedRow, chat: ChatTemplate, environment: RowEnvironment) -> PromptRow:
+    """Tokenize a row that has been found usable."""
+    return _prompt_row(row, np.array(chat.encode(row.messages), dtype=np.int32), environment)
 
 
 def _prompt_row(row: ParsedRow, prompt_ids: NDArray[np.int32], environment: RowEnvironment) -> PromptRow:

@@ -1,6 +1,6 @@
 """The prompts of a run: rows ready to generate from, which of them a step takes, and whether the longest one fits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,15 +30,26 @@ class PromptRow:
     tools: str = ""  # JSON of those that its environment has added to the chat template; empty: none
 
 
+@dataclass(frozen=True)
+class LazyRow:
+    """A row whose prompt is tokenized whenever it is asked for."""
+
+    info: dict[str, Any]  # of the row
+    data_source: str
+    environment: int | None
+    encode: Callable[[], PromptRow]
+
+
 class PromptDataset:
     """The usable rows of one prompt file, in the file's order, or of several weighted files, concatenated.
 
     Attributes:
+        rows: The rows, some of them maybe not tokenized.
         num_dropped: The number of rows dropped because their prompt is too long.
     """
 
-    def __init__(self, rows: list[PromptRow], num_dropped: int = 0) -> None:
-        self._rows = rows
+    def __init__(self, rows: Sequence[PromptRow | LazyRow], num_dropped: int = 0) -> None:
+        self.rows = rows
         self._order = RowOrder(sizes=(len(rows),), weights=(1.0,))
         self.num_dropped = num_dropped
 
@@ -52,20 +63,21 @@ class PromptDataset:
             parts: The files, each with at least one row.
             weights: One positive number per file; only their ratios matter.
         """
-        mixed = PromptDataset([row for part in parts for row in part._rows], sum(part.num_dropped for part in parts))
+        mixed = PromptDataset([row for part in parts for row in part.rows], sum(part.num_dropped for part in parts))
         mixed._order = RowOrder(sizes=tuple(len(part) for part in parts), weights=tuple(weights))
         return mixed
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> PromptRow:
-        return self._rows[index]
+        row = self.rows[index]
+        return row.encode() if isinstance(row, LazyRow) else row
 
     @property
     def max_prompt_tokens(self) -> int:
         """The number of tokens of the longest prompt."""
-        return max(len(row.prompt_ids) for row in self._rows)
+        return max(len(self[number].prompt_ids) for number in range(len(self)))
 
     def rows_for_step(self, step: int, num_prompts: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
         """Return the row indices that `step` (from 0) takes: int64 [num_prompts].

@@ -8,9 +8,9 @@ the adapter's weights `<layer>.lora_A.default.weight` and `<layer>.lora_B.defaul
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +208,9 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def merge_adapter(model: PreTrainedModel) -> None:
-    """Merge the adapters into the weights and remove them, in place: an ordinary model remains."""
-    for name, layer in _layers(model).items():
-        layer.merge()
-        model.set_submodule(name, layer.get_base_layer())
-    if hasattr(model, "peft_config"):
-        del model.peft_config
+def adapter_deltas(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """Return what computes (alpha / rank) B A of each adapted layer, by the base model's name of the layer's weight."""
+    return {f"{name}.weight": partial(layer.get_delta_weight, _ADAPTER) for name, layer in _layers(model).items()}
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """Fill a model that was built without memory, whole or sharded: each rank reads only the rows that it holds.
 
-Beyond its own shard, a rank needs some MiB at a time; for a weight that transformers composes of several stored ones
-(e.g. the experts of a layer), memory for that weight as a whole.
+Or read its weights one by one, and make of them what a model's folder holds.
+
+Beyond its own shard, a rank needs some MiB at a time; of the experts of a layer that are stored one by one, memory for
+those that it holds; of another weight that transformers composes of several stored ones, for that weight as a whole.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -15,7 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from infra.models.files import ModelFiles
 from infra.models.lora import new_adapter_weights, without_adapter
@@ -56,11 +67,96 @@ def load_weights(
             else:
                 targets.fill(target, files.shape(source), _rows_of(files, source), files.describe(source), path)
         for target, converter in converters:
-            _fill_converted(model, targets, target, converter, path)
+            skipped, size = targets.choose_experts(target, converter)
+            for name, tensor in _convert(model, target, converter, path).items():
+                shape = (size or len(tensor), *tensor.shape[1:]) if tensor.ndim else ()
+                targets.fill(name, shape, _rows_in(tensor, skipped), f"{name}, as converted", path)
         for name, value in new_adapter_weights(model, seed):
             targets.fill(without_adapter(name), tuple(value.shape), _rows_in(value), name, path)
         targets.assign(path)
         return unused
+
+
+class StoredWeights(AbstractContextManager["StoredWeights"]):
+    """Reads the weights of a model folder, whole and one at a time, by the names of the model's state dict.
+
+    Args:
+        model: The model, on any device, including `meta`, which `load_weights` has found to fit the folder.
+        path: The model folder, or the model's name on the hub.
+
+    Raises:
+        ModelError: The folder has no weights that can be read.
+    """
+
+    def __init__(self, model: PreTrainedModel, path: str) -> None:
+        self._model, self._path, self._converted = model, path, dict[str, Tensor]()
+        self._state = model.state_dict(keep_vars=True)
+        own = dict.fromkeys(self._state, "")
+        with ModelFiles(path, shapes_only=True) as shapes:
+            matches = list(_matches(model, shapes, own, []))
+            self._made_of = {
+                name: target
+                for target, source in matches
+                for name in ([target] if isinstance(source, str) else _convert(model, target, source, path))
+            }
+        self._files = ModelFiles(path)
+        self._sources = dict(_matches(model, self._files, own, []))
+
+    def __exit__(self, *_: object) -> None:
+        self._files.__exit__()
+
+    def read(self, name: str) -> Tensor:
+        """Read a weight in float32, or a buffer in its own dtype, on the CPU; once, if it is made of several tensors.
+
+        Of tied weights, the folder may have any.
+
+        Raises:
+            ModelError: A file can't be read.
+        """
+        old = self._state[name]
+        same = next(other for other, tied in self._state.items() if tied is old and other in self._made_of)
+        source = self._sources[self._made_of[same]]
+        if isinstance(source, str):
+            value = self._files.read_values(source)
+        else:
+            if same not in self._converted:
+                self._converted |= _convert(self._model, self._made_of[same], source, self._path)
+            value = self._converted.pop(same)
+        return value.to(torch.float32 if isinstance(old, nn.Parameter) and old.is_floating_point() else old.dtype)
+
+
+def stored_tensors(
+    model: PreTrainedModel, names: Iterable[str], read: Callable[[str], Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors that a folder of the model holds, as transformers saves it, made of a few weights at a time.
+
+    Args:
+        model: A model that was built of its config.
+        names: Those of its weights that are saved, by the state dict; tied ones once.
+        read: Returns a weight; called once for each.
+    """
+    table = [
+        each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)
+    ]
+    reverse = [each.reverse_transform() for each in reversed(table)]
+    renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    sources: dict[str, WeightConverter | Callable[[], Tensor]] = {}
+    for name in sorted(names, key=dot_natural_key) if table else names:
+        target, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        value: Any = partial(read, name)  # called by the conversion, not now
+        if pattern is None:
+            sources[target] = value
+        else:
+            converter = sources.setdefault(target, deepcopy(by_pattern[pattern]))
+            assert isinstance(converter, WeightConverter)
+            converter.add_tensor(target, name, pattern, value)
+    for target, source in sources.items():
+        if isinstance(source, WeightConverter):
+            yield _convert(model, target, source, str(model.name_or_path))
+        else:
+            yield {target: source()}
 
 
 class _Targets:
@@ -105,6 +201,27 @@ class _Targets:
             local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
         )
         self._new[id(old)] = _like(old, placed)
+
+    def choose_experts(self, target: str, converter: WeightConverter) -> tuple[int, int | None]:
+        """Have a converter that stacks experts read those alone that this rank holds, at least one.
+
+        Returns:
+            The number of experts before them, and of all; 0 and None: it reads whatever it makes a weight of.
+        """
+        old, (first, *others) = self._state[self.names[target]], converter.operations
+        stacks = isinstance(first, MergeModulelist) and first.dim == 0
+        read = converter.collected_tensors
+        if (
+            not (isinstance(old, DTensor) and stacks)
+            or any(not isinstance(other, Concatenate) or other.dim == 0 for other in others)
+            or any(len(experts) != len(old) for experts in read.values())
+        ):
+            return 0, None
+        start, size = _held_rows(old)
+        start = min(start, len(old) - 1)
+        for pattern, experts in read.items():
+            read[pattern] = experts[start : start + max(size, 1)]
+        return start, len(old)
 
     def _copy(self, rows: Rows, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor of this shape with the rows from `start` on, which are read piece by piece."""
@@ -197,23 +314,25 @@ def _matches(
     yield from composed.items()
 
 
-def _fill_converted(
-    model: PreTrainedModel, targets: _Targets, target: str, converter: WeightConverter, path: str
-) -> None:
+def _convert(model: PreTrainedModel, target: str, converter: WeightConverter, path: str) -> dict[str, Tensor]:
+    """Return the tensors that a converter makes of those that it was given, by name."""
     try:
         values: dict[str, Any] = converter.convert(target, model=model, config=model.config)
     except (RuntimeError, ValueError) as error:
         raise ModelError(
             f"model.path {path}: the model can't be loaded: {target} can't be made of the stored tensors: {error}"
         ) from error
-    for name, value in values.items():
-        tensor = value[0] if isinstance(value, list) else value
-        targets.fill(name, tuple(tensor.shape), _rows_in(tensor), f"{name}, as converted", path)
+    return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _rows_of(files: ModelFiles, name: str) -> Rows:
     return lambda start, stop: files.read_values(name, start, stop)
 
 
-def _rows_in(tensor: Tensor) -> Rows:
-    return lambda start, stop: tensor[start:stop] if tensor.ndim else tensor
+def _rows_in(tensor: Tensor, skipped: int = 0) -> Rows:
+    """Return what reads rows of a tensor, which lacks the `skipped` first ones."""
+
+    def rows(start: int | None, stop: int | None) -> Tensor:
+        return tensor if start is None or stop is None else tensor[start - skipped : stop - skipped]
+
+    return rows

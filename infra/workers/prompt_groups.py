@@ -294,8 +294,8 @@ class GroupSampler:
         samples = range(config.rollout.samples_per_prompt)
         # Known by the group's number within the step, not by its prompt: a small file may give one prompt twice.
         new = [
-            Row(step, group, number, self._prompts[prompt])
-            for group, prompt in zip(groups, numbers, strict=True)
+            Row(step, group, number, prompt)
+            for group, prompt in zip(groups, map(self._prompts.__getitem__, numbers), strict=True)
             for number in samples
         ]
         if begun is None:

@@ -95,7 +95,7 @@ class RolloutWorker:
 
         Raises:
             UserError: The model, a data file or the reward function is not usable, the data is not what the run was
-                given, or the model's context is too short.
+                given, or the model's context is too short for an evaluation's.
             EngineLostError: The engine has lost a process since then; the worker must be created again.
         """
         if self._started:
@@ -111,9 +111,10 @@ class RolloutWorker:
         self._columns = self._store or open_store(self._run)
         self._scorer = scorer = open_reward_scorer(config.reward, open_model)
         tokenizer = load_tokenizer(config.model)
-        self._prompts, held_out = load_run_prompts(config, tokenizer)
-        trained = self._prompts if self._store is None else None
-        check_prompts(config, trained, held_out, max_positions(config.model))
+        # A run's are checked by its driver, in each start, and are those that it was given.
+        self._prompts, held_out = load_run_prompts(config, tokenizer, are_checked=self._store is None)
+        if self._store is not None:
+            check_prompts(config, None, held_out, max_positions(config.model))
         self._teacher_prompts = open_teacher_prompts(config, tokenizer)
         self._vocab_size = num_embeddings(config.model)
         self._stop_token_ids = stop_token_ids(config.model, tokenizer) + config.rollout.stop_token_ids

@@ -76,8 +76,14 @@ class ScoringWorker:
         return self._incarnation
 
     def prepare(self) -> None:
-        """Do what takes one node longer than another, before the ranks wait for each other: a download, a new store."""
+        """Do what takes one node longer than another, before the ranks wait for each other: a download, a new store.
+
+        Raises:
+            RunError: The model isn't the one that the run was given.
+            ModelError: It can't be read.
+        """
         take_all_files()  # each rank has two connections to each other one
+        check_models(self._directory, [self._model.path])
         self._given_store or open_store(self._run)
         ModelFiles(self._model.path)
 
@@ -106,7 +112,6 @@ class ScoringWorker:
 
     def _load(self, group: ProcessGroupHandle | None, *, trains: bool, shares_prompts: bool | None = None) -> None:
         """Join the other ranks, shard the model and load this rank's part; with None as `group`, this rank is alone."""
-        check_models(self._directory, [self._model.path])
         set_threads(self._config.runtime.num_threads)
         device = choose_device()
         torch.manual_seed(self._config.seed)

@@ -4,6 +4,7 @@ N rows in a batch, n of them to plan, m items, R ranks. In a micro-batch the pro
 further row of the group adds only its response, whose attention is over prompt and response.
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from rl_core.planning.balance import Costs, balance, imbalance, rank_costs, row_costs
 from rl_core.planning.greedy import fill_fullest_each, sort_by
 from rl_core.planning.pack import Counts, Lengths, Rows
+
+_Run = tuple[int, int]  # the rows [start, stop)
 
 SPLIT_IMBALANCE = 0.01  # of the ranks; above it, groups are split for balance, though each part computes the prompt
 
@@ -162,41 +165,79 @@ def _deal_evenly(sizes: RowSizes, items: Items, num_ranks: int, costs: Costs) ->
 
     None if that limit isn't below the costliest of the ranks' `costs`, [R], with whole items.
     """
+    firsts = np.unique(items.of_rows, return_index=True)[1]
+    prompts = row_costs(sizes.prompts[items.rows[firsts]])
+    added = sizes.costs[items.rows] - prompts[items.of_rows]
+    order = np.lexsort((-added, items.of_rows))
+    deck = _Deck.of(added[order], np.bincount(items.of_rows), prompts)
     best, least, most = None, float(costs.mean()), float(costs.max())
     while most - least > SPLIT_IMBALANCE * least:
         limit = (least + most) / 2
-        if (dealt := _deal(sizes, items, num_ranks, limit)) is None:
+        if (runs := deck.deal(num_ranks, limit)) is None:
             least = limit
         else:
-            best, most = dealt, limit
-    return best
-
-
-def _deal(sizes: RowSizes, items: Items, num_ranks: int, limit: float) -> Rows | None:
-    """Deal rows to ranks, item by item and each rank up to a limit of cost: [n], the rank of each; None: too few."""
-    own, num_rows = _longest_first(sizes, items, np.ones(len(items.lengths), dtype=np.bool_))
-    alone = sizes.costs[items.rows]
-    prompts = row_costs(sizes.prompts[items.rows])
-    dealt, rank, room = np.empty(len(own), dtype=np.int64), 0, limit
-    for left in (part.tolist() for part in np.split(own, np.cumsum(num_rows)[:-1])):
-        prompt = float(prompts[left[0]])
-        while left:
-            free, later = room - prompt, []
-            for place in left:
-                if (added := float(alone[place]) - prompt) <= free:
-                    dealt[place], free = rank, free - added
-                else:
-                    later.append(place)
-            if len(later) < len(left):
-                room = free
-            elif room == limit:
-                return None  # a row alone costs more
-            if later:
-                rank, room = rank + 1, limit
-            if rank == num_ranks:
-                return None
-            left = later
+            best, most = runs, limit
+    if best is None:
+        return None
+    dealt = np.empty(len(order), dtype=np.int64)
+    for start, stop, rank in best:
+        dealt[order[start:stop]] = rank
     return dealt
+
+
+@dataclass(frozen=True, eq=False)
+class _Deck:
+    """What n rows of m items add to their item's prompt, item by item, and the costliest first in each; and sums."""
+
+    negated: list[float]  # n costs, negated, so that they ascend
+    sums: list[float]  # n + 1, of the costs before each row
+    stops: list[int]  # m + 1, where each item begins; then n
+    prompts: list[float]  # m costs
+    whole: list[float]  # m + 1, of the items before each, with their prompts
+
+    @classmethod
+    def of(cls, added: Costs, num_rows: Counts, prompts: Costs) -> "_Deck":
+        sums, stops = np.append(0.0, np.cumsum(added)), np.append(0, np.cumsum(num_rows))
+        whole = sums[stops] + np.append(0.0, np.cumsum(prompts))
+        return cls((-added).tolist(), sums.tolist(), stops.tolist(), prompts.tolist(), whole.tolist())
+
+    def deal(self, num_ranks: int, limit: float) -> list[tuple[int, int, int]] | None:
+        """Deal rows to ranks, item by item and each rank up to a limit of cost: runs of rows, and their ranks.
+
+        None: there are too few ranks. The time is one of ranks and runs, not of rows.
+        """
+        runs: list[tuple[int, int, int]] = []
+        item, rank, room = 0, 0, limit
+        while True:
+            after = max(item, bisect_right(self.whole, self.whole[item] + room, item) - 1)  # those before it fit
+            runs.append((self.stops[item], self.stops[after], rank))
+            room -= self.whole[after] - self.whole[item]
+            if after == len(self.prompts):
+                return runs
+            left, prompt, item = [(self.stops[after], self.stops[after + 1])], self.prompts[after], after + 1
+            while left:
+                taken, left, free = self._take(left, room - prompt)
+                if not taken and room == limit:
+                    return None  # a row alone costs more
+                runs += [(start, stop, rank) for start, stop in taken]
+                rank, room = (rank + 1, limit) if left else (rank, free)
+                if rank == num_ranks:
+                    return None
+
+    def _take(self, left: list[_Run], free: float) -> tuple[list[_Run], list[_Run], float]:
+        """Take each row that fits, in order: return runs of rows that are taken and left, and the cost that is free."""
+        taken, kept = list[_Run](), list[_Run]()
+        for start, stop in left:
+            while start < stop:
+                at = bisect_left(self.negated, -free, start, stop)  # the first that fits
+                if at > start:
+                    kept.append((start, at))
+                start = at
+                if at < stop:
+                    start = max(at + 1, bisect_right(self.sums, self.sums[at] + free, at, stop + 1) - 1)
+                    taken.append((at, start))
+                    free -= self.sums[start] - self.sums[at]
+        return taken, kept, free
 
 
 def _longest_first(sizes: RowSizes, items: Items, chosen: NDArray[np.bool_]) -> tuple[Rows, Counts]:

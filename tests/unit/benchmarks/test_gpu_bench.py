@@ -79,7 +79,7 @@ def test_two_workers_of_their_own_need_two_gpus(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_kernels_agree_with_their_cpu_counterparts(device: str, tmp_path: Path) -> None:
     result = kernels.check(TWIN.replace(device=device), tmp_path)
-    assert (result.status, result.reason, len(result.figures)) == ("passed", "", 9)
+    assert (result.status, result.reason, len(result.figures)) == ("passed", "", 13)
 
 
 def test_the_report_as_a_table_and_as_markdown() -> None:

@@ -106,7 +106,8 @@ def test_a_link_that_leads_to_another_model_is_refused(tmp_path: Path, linked: R
     shutil.copytree(tmp_path / "model", tmp_path / "copy")
     handle = RunHandle(run_id="run-1", identity="run-1", directory=run.url, config=linked, store_incarnation="")
     starts = [partial(check, run, linked) for check in (check_files, check_inputs, renew_inputs)]
-    starts += [kind(handle).start for kind in (PolicyWorker, ReferenceWorker, TeacherWorker, RolloutWorker)]
+    ranks = [kind(handle) for kind in (PolicyWorker, ReferenceWorker, TeacherWorker)]
+    starts += [*(rank.prepare for rank in ranks), RolloutWorker(handle).start]
     promote(tmp_path, "next")
     for start in starts:
         with pytest.raises(RunError, match=rf"current is not the model that .* given, which was in {tmp_path}/model: "):

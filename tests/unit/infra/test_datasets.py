@@ -1,6 +1,7 @@
 """Prompt files of several formats: the rows that they give, and what is said about unusable ones."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 from infra.datasets import load_train_prompts
 from infra.models.tiny import CHAT_TEMPLATE
+from rl_core.rollout.chat import ChatTemplate
+from rl_core.rollout.control_tokens import Messages
 from schemas.config.data import DataConfig
 from schemas.errors import DataError
 from tests.support.dataset_rows import TOKENIZER, load, write_folder
@@ -200,6 +203,40 @@ def test_several_sources_in_several_formats(tmp_path: Path) -> None:
     assert sorted(prompts[row].answer for row in rows) == ["1", "10", "10", "2", "8", "8"]
     with pytest.raises(DataError, match=r"b\.jsonl, row 2: the prompt has 102 tokens"):
         load_train_prompts(config.replace(overlong="error"), TOKENIZER)
+
+
+def test_checked_prompts_are_rendered_and_tokenized_when_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same rows in the same order, also of several sources or levels, and of one with a control token's name."""
+    rows = [tiny_row(number) for number in range(4)] + [tiny_row(4, prompt="What is <|user|>?")]
+    for number, row in enumerate(rows):
+        row["extra_info"]["level"] = number % 2
+    paths = [{"path": str(write_rows(tmp_path / f"{name}.jsonl", rows)), "weight": 2} for name in "ab"]
+    levels = {"kind": "levels", "field": "level", "starts": [0, 1]}
+    rendered, render = [], ChatTemplate.render
+
+    def counted(chat: ChatTemplate, messages: Messages, **options: bool) -> str:
+        rendered.append(messages)
+        return render(chat, messages, **options)
+
+    for data in (
+        DataConfig(sources=paths),
+        DataConfig(train_path=paths[0]["path"], curriculum=levels),
+        DataConfig(train_path=paths[0]["path"], max_prompt_tokens=12, overlong="drop"),
+    ):
+        whole = load_train_prompts(data, TOKENIZER)
+        with monkeypatch.context() as patch:
+            patch.setattr(ChatTemplate, "render", counted)
+            lazy = load_train_prompts(data, TOKENIZER, are_checked=True)
+            assert bool(rendered) == (data.overlong == "drop")
+        assert len(lazy) == len(whole)
+        assert lazy.rows_for_step(1, 3, 0, shuffle=True).tolist() == whole.rows_for_step(1, 3, 0, shuffle=True).tolist()
+        for ours, theirs in ((lazy[number], whole[number]) for number in range(len(whole))):
+            assert ours.prompt_ids.tolist() == theirs.prompt_ids.tolist()
+            assert ours.prompt_ids.dtype == theirs.prompt_ids.dtype
+            assert replace(ours, prompt_ids=theirs.prompt_ids) == theirs
+        assert lazy.max_prompt_tokens == whole.max_prompt_tokens
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,12 @@ from flows.cli.main import app
 from flows.evaluate import evaluate_run
 from flows.export import export_run
 from flows.preflight import check_checkpoint
+from infra.checkpoints import model as exports
 from infra.checkpoints.files import best_version
-from infra.checkpoints.model import load_checkpoint_model
+from infra.checkpoints.model import write_model_folder
 from infra.checkpoints.shards import file_entry
 from infra.checkpoints.state import policy_tensors
-from infra.checkpoints.store import open_checkpoints
+from infra.checkpoints.store import CheckpointStore, open_checkpoints
 from infra.models.assets import save_assets
 from infra.models.load import describe_adapter, load_model
 from infra.models.lora import merged_weights
@@ -41,7 +42,8 @@ from schemas.errors import CheckpointError, ConfigError, DataError, ModelError, 
 from schemas.step import EvalReport, RunHandle, comparable
 from tests.support.configs import run_config
 from tests.support.policies import load_policy
-from tests.support.tiny import make_tiny_data, make_tiny_model, make_tiny_reward_model
+from tests.support.tiny import make_tiny_data, make_tiny_model, make_tiny_moe, make_tiny_reward_model
+from tests.support.two_ranks import peaks_of_exports, save, save_by_ranks, save_whole
 from tests.support.weight_tensors import load_state
 
 IDS = torch.arange(40, 60)[None]
@@ -237,6 +239,63 @@ def test_an_adapter_is_merged_into_the_base_that_it_was_trained_on(base: Path, t
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), other)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckpointStore]:
+    """Checkpoints of two ranks: of models with and without tied weights and adapters, and of experts."""
+    folder = tmp_path_factory.mktemp("saved")
+    bases = {
+        "plain": make_tiny_model(folder / "plain"),
+        "tied": make_tiny_model(folder / "tied", tie_word_embeddings=True),
+        "experts": make_tiny_moe(folder / "experts"),
+    }
+    places = {}
+    for kind, base in bases.items():
+        places[kind] = folder / f"{kind}-policy", ModelConfig(path=str(base))
+        places[f"{kind}-adapter"] = folder / f"{kind}-adapter-policy", ModelConfig(path=str(base), lora=LORA)
+    save_by_ranks(dict(places.values()))
+    return {kind: CheckpointStore(str(place)) for kind, (place, _) in places.items()}
+
+
+@pytest.mark.parametrize("shard_bytes", [exports.SHARD_BYTES, 8_000], ids=["one-file", "files"])
+@pytest.mark.parametrize("kind", ["plain", "tied", "experts", "plain-adapter", "tied-adapter", "experts-adapter"])
+def test_an_export_has_the_bytes_of_transformers_own_save_of_the_whole_model(
+    saved: dict[str, CheckpointStore], kind: str, shard_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = saved[kind]
+    assert len(list(Path(store.path(1)).glob("rank-*.safetensors"))) == 2
+    monkeypatch.setattr(exports, "SHARD_BYTES", shard_bytes)
+    write_model_folder(store, 1, tmp_path / "out", torch.bfloat16)
+    save_whole(store, tmp_path / "expected", torch.bfloat16, shard_bytes)
+    files = [{file.name: file.read_bytes() for file in (tmp_path / out).glob("model*")} for out in ("out", "expected")]
+    assert (len(files[0]) == 1) == (shard_bytes == 5 * 10**9)
+    if "experts" not in kind or len(files[0]) == 1:  # of several files, transformers' have all experts of a layer
+        assert files[0] == files[1]
+    own, loaded = (load_tensors(tmp_path / out) for out in ("out", "expected"))
+    assert own.keys() == loaded.keys()
+    assert all(torch.equal(own[name], value) and own[name].dtype == value.dtype for name, value in loaded.items())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def test_an_export_takes_memory_for_a_file_of_weights_and_not_for_the_model(tmp_path: Path) -> None:
+    shard_bytes, sizes = 4 * 2**20, {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
+    folders = []
+    for layers in (2, 4, 16):  # the first one, which isn't compared, pays for what a process pays for once
+        base = make_tiny_model(tmp_path / f"base-{layers}", num_hidden_layers=layers, **sizes)
+        for lora in (None, LORA):
+            config = ModelConfig(path=str(base), lora=lora)
+            model = load_policy(config)
+            folders.append(tmp_path / f"policy-{layers}-{lora is not None}")
+            save(config, folders[-1], model, torch.optim.AdamW(model.parameters()))
+    assert sum(file.stat().st_size for file in base.glob("*.safetensors")) > 12 * shard_bytes  # the model in float32
+    peaks = peaks_of_exports(folders, shard_bytes)
+    assert max(peaks[4:]) < max(peaks[2:4]) + 2 * shard_bytes
+    assert max(peaks[2:]) < 5 * shard_bytes
+
+
 def test_a_given_step_or_the_best_can_be_exported(run: RunDirectory, tmp_path: Path) -> None:
     for version in (1, 2, 3):
         save_version(run, version)
@@ -298,7 +357,7 @@ def test_a_damaged_checkpoint_is_not_exported(run: RunDirectory, tmp_path: Path)
         export_run(run, tmp_path / "out", version=1)
 
 
-def test_weights_that_the_config_does_not_describe_are_rejected(run: RunDirectory) -> None:
+def test_weights_that_the_config_does_not_describe_are_rejected(run: RunDirectory, tmp_path: Path) -> None:
     save_version(run, 1)
     store = open_checkpoints(run, run.config().checkpoint)
     config = run.path / "policy" / "step-000001/hf/config.json"
@@ -311,7 +370,8 @@ def test_weights_that_the_config_does_not_describe_are_rejected(run: RunDirector
     with pytest.raises(
         CheckpointError, match=r"mlp\.gate_proj\.weight is \[32, 16\] torch.float32, expected \[48, 16\]"
     ):
-        load_checkpoint_model(store, 1)
+        write_model_folder(store, 1, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command(run: RunDirectory, tmp_path: Path) -> None:

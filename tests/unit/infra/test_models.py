@@ -28,7 +28,8 @@ from rl_core.scoring import pack_row, packed_logprobs, use_packed_attention
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import ModelError
 from tests.support.policies import load_policy
-from tests.support.tiny import END, make_tiny_model
+from tests.support.tiny import END, make_tiny_model, make_tiny_moe
+from tests.support.two_ranks import load_by_ranks
 
 LoadOrCheck = Callable[[ModelConfig], object]
 
@@ -382,6 +383,15 @@ def test_a_generation_config_that_can_not_be_asked_for_is_told(
     absent.touch()  # the hub has said so before
     stop_token_ids(config, tokenizer)
     assert not caplog.records
+
+
+def test_a_rank_reads_the_experts_that_it_holds_and_no_others(tmp_path: Path) -> None:
+    base = make_tiny_moe(tmp_path / "model", num_experts=3)
+    for rank, read in enumerate(load_by_ranks(config_of(base), tmp_path)):
+        experts = [re.search(r"experts\.(\d)\.", name) for name in read]
+        numbers = {int(found[1]) for found in experts if found}
+        assert numbers == ({0, 1}, {2})[rank]
+        assert len(read) == len(experts) == len(numbers) * 2 * 3  # of two layers, with three matrices each
 
 
 @pytest.mark.parametrize("load", [load_model, check_weight_files])

@@ -1,5 +1,6 @@
 """A prompt that samples share: plans count it once in a micro-batch, and log-probs and gradients are as without."""
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -16,7 +17,7 @@ from infra.models.load import enable_gradient_checkpointing
 from infra.models.lora import add_adapter
 from rl_core.columns.jagged import jagged, row_lengths
 from rl_core.planning import plan_forward, plan_step
-from rl_core.planning.balance import QUADRATIC_COST
+from rl_core.planning.balance import QUADRATIC_COST, row_costs
 from rl_core.scoring import check_structure, leak_probe, pack_row, packed_scores, use_packed_attention
 from rl_core.scoring.miniature import build_miniature
 from rl_core.training import RankRows
@@ -118,6 +119,29 @@ def test_a_group_stays_whole_unless_budget_or_balance_ask_for_more() -> None:
     assert all(len({row // 8 for row in rows}) == 2 for (rows,) in ranks)
     # With as many ranks as samples, each has one, and computes its prompt.
     assert [len(rank) for rank in planned(3, 2, num_ranks=6)] == [1] * 6
+
+
+def test_a_large_group_is_dealt_by_runs_of_rows() -> None:
+    num_rows, num_ranks, calls = 4_000, 32, 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event == "c_call"
+
+    responses = np.random.default_rng(0).integers(1, 500, num_rows)
+    groups, prompts = np.zeros(num_rows, np.int64), np.full(num_rows, 300)
+    sys.setprofile(count)
+    try:
+        plan = plan_forward(prompts, responses, num_ranks=num_ranks, token_budget=10**9, prefixes=(groups, prompts))
+    finally:
+        sys.setprofile(None)
+    assert sorted(plan.rows) == list(range(num_rows))
+    rows_of_rank = [plan.rank_rows(rank) for rank in range(num_ranks)]
+    costs = [tokens_and_cost([(300, responses.tolist())], tuple(rows))[1] for rows in rows_of_rank]
+    assert costs == list(plan.rank_costs)
+    lowest = row_costs(np.array([300]))[0] + (row_costs(300 + responses) - row_costs(prompts)).sum() / num_ranks
+    assert max(costs) < 1.02 * lowest
+    assert calls < 10 * num_rows  # with each row in each rank and attempt: 621,000
 
 
 def test_updates_have_whole_groups() -> None:
