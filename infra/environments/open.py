@@ -23,6 +23,7 @@ from schemas.config.rollout import EngineRollout
 from schemas.config.run import RunConfig
 from schemas.errors import DataError, EnvironmentImportError
 
+REST_FRACTION = 1 / 6  # of a program's time limits, in which it may come to rest
 _PROGRAM = "infra.environments.program:Program"
 _TOOLS = "rl_core.environments.tools:ToolEnvironment"
 
@@ -91,7 +92,9 @@ def environment_class(config: EnvironmentConfig, rollout: EngineRollout) -> Envi
     if isinstance(config, ProgramEnvironment):
         arguments: dict[str, Any] = {"command": list(config.command), "sandbox": config.sandbox.model_dump(mode="json")}
         arguments |= {"parser": config.parser, "grader": config.grader, "memory_bytes": config.memory_bytes}
-        arguments |= {"sampling": _sampling(config, rollout), "is_ordered": config.resume_rows != "as_ready"}
+        limit = min(config.reset_timeout_seconds, config.step_timeout_seconds)
+        rest = 0.0 if config.resume_rows == "as_ready" else limit * REST_FRACTION
+        arguments |= {"sampling": _sampling(config, rollout), "rest_seconds": rest}
         return EnvironmentClass(_PROGRAM, config, arguments)
     return EnvironmentClass(config.path, config, config.arguments)
 

@@ -34,9 +34,9 @@ from schemas.errors import EnvironmentImportError
 SETTINGS = ("stream", "stream_options", "tools", "user", "metadata", "stop", "logprobs", "n")
 MAX_FILE_BYTES = 2**30
 OUTPUT_BYTES = 2**16  # of the end of what is printed
-# How long a program that has asked may take until all of its threads wait, between two looks at them, and how many
-# rounds of the event loop it takes to read what came before the first look, and to send what was answered before.
-REST_SECONDS, REST_POLL_SECONDS, REST_ROUNDS = 5.0, 0.005, 16
+# Between two looks at a program's threads: how long, and how many rounds of the event loop it takes to read what came
+# before the first look, and to send what was answered before.
+REST_POLL_SECONDS, REST_ROUNDS = 0.005, 16
 
 
 class Gateway:
@@ -98,7 +98,8 @@ class Program:
         grader: Import path of a function of a `FinishedProgram`; None: the program prints its reward.
         memory_bytes: Most memory that it has.
         sampling: What its requests may set to this value only.
-        is_ordered: Whether parallel requests are answered in an order of their own, not in that in which they come.
+        rest_seconds: How long the program may take, once it has asked, until all of its threads wait, so that parallel
+            requests are answered in an order of their own; 0: they are in that in which they come.
 
     Raises:
         EnvironmentImportError: The grader or the user's sandbox can't be imported, or is none.
@@ -115,7 +116,7 @@ class Program:
         grader: str | None,
         memory_bytes: int,
         sampling: Mapping[str, Any],
-        is_ordered: bool,
+        rest_seconds: float,
     ) -> None:
         self.role = "user"
         self._task, self._seed, self._memory_bytes = task, seed, memory_bytes
@@ -123,7 +124,7 @@ class Program:
         self._grade = None if grader is None else load_grader(grader)
         own = None if parser == "template" else parser
         self._conversation = Conversation("the program", None, SETTINGS, sampling, own)
-        self._rests = is_ordered
+        self._rest_seconds = rest_seconds
         self._is_expected: Callable[[Any, str], bool] | None = None
         self._number: str | None = None
         self._folder: Path | None = None
@@ -173,12 +174,14 @@ class Program:
         One that doesn't come to rest is not waited for again.
         """
         loop, before = asyncio.get_running_loop(), None
-        until = loop.time() + REST_SECONDS
-        while self._rests and isinstance(self._sandbox, LocalProcess):
+        until = loop.time() + self._rest_seconds
+        while self._rest_seconds and isinstance(self._sandbox, LocalProcess):
             counts = self._sandbox.count_sleeps()
             if counts is not None and counts == before:
                 return
-            before, self._rests = counts, loop.time() < until
+            before = counts
+            if loop.time() > until:
+                self._rest_seconds = 0.0
             await asyncio.sleep(REST_POLL_SECONDS)
             for _ in range(REST_ROUNDS):
                 await asyncio.sleep(0)

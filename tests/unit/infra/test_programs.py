@@ -334,6 +334,21 @@ def test_parallel_requests_are_answered_in_an_order_of_their_own(tmp_path: Path)
         assert begin(pool)[0].observations == ("D",)
 
 
+def test_a_program_that_never_rests_is_answered_all_the_same(tmp_path: Path) -> None:
+    code = """
+        import subprocess
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        ask()
+        say("x")
+        ask()
+        finish(1.0)
+    """
+    with started(program(tmp_path, code, step_timeout_seconds=30)) as pool:
+        begin(pool)
+        assert turns(pool, ["one"])[0].observations == ("x",)
+        assert turns(pool, ["two"])[0].reward == 1.0
+
+
 def test_what_was_asked_for_before_the_end_is_not_sampled() -> None:
     async def ask() -> tuple[object, object]:
         conversation, ended = Conversation("it"), asyncio.get_running_loop().create_future()
