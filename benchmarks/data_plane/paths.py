@@ -52,13 +52,11 @@ class DataPath:
     def fetch(self, handle: Any, order: Ints | None) -> Any:
         """Return the batch's columns in the consumer's process, with rows in `order` if the path can read them so."""
 
-    def pack(self, fetched: Any, order: Ints | None) -> Packed:
+    def pack(self, fetched: Any, order: Ints | None) -> Any:
         """Return what the consumer fetched as packed tensors, with rows in `order`."""
-        raise NotImplementedError
 
-    def fetch_appended(self, handle: Any) -> Packed:
+    def fetch_appended(self, handle: Any) -> Any:
         """Return the appended column in the consumer's process, to verify it."""
-        raise NotImplementedError
 
     def clear(self, step: int, handle: Any) -> None:
         """Free what the producer stored for the step; Ray frees its own objects once no handle is left."""
