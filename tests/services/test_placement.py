@@ -15,14 +15,15 @@ from ray.util import placement_group_table
 from infra.ray import health
 from infra.ray.actors import call, create_actor, find_actor, kill_actors
 from infra.ray.health import run_owner
+from infra.storage.runs import RunDirectory
 from infra.stores.shared.index import start_shared_store
 from infra.stores.shared.node_files import Limits
 from infra.workers import placement
 from infra.workers.actor import PlacedActor, actor_class
 from infra.workers.cluster_runs import cluster_runs, end_run
 from infra.workers.layout import Role, worker_numbers
-from infra.workers.nodes import _look_for_drain, wait_for_drain
-from infra.workers.placement import check_resources, leave_node, place, release
+from infra.workers.nodes import _look_for_drain, check_nodes, wait_for_drain
+from infra.workers.placement import check_resources, place, release
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ResourcesError
 from schemas.step import RunHandle
@@ -36,7 +37,7 @@ PROBE = actor_class("tests.support.placed_worker:Probe", "where", "device", base
 
 @pytest.fixture(scope="module")
 def nodes(ray_cluster: Cluster) -> Iterator[list[Any]]:
-    """Two nodes with four fake GPUs each, next to the head; the last test removes one."""
+    """Two nodes with four fake GPUs each, next to the head; the last tests remove one, and drain one."""
     added = [ray_cluster.add_node(num_cpus=1, num_gpus=GPUS_PER_NODE, object_store_memory=2**27) for _ in range(2)]
     ray_cluster.wait_for_nodes()
     yield added
@@ -219,25 +220,6 @@ def test_nothing_is_left_of_starts_and_kills(tmp_path: Path, nodes: list[Any]) -
     assert [path.name for path in next(tmp_path.glob("sluice-*")).iterdir()] == ["lock"]
 
 
-def test_a_drained_node_is_noticed_and_left(tmp_path: Path, nodes: list[Any], ray_cluster: Cluster) -> None:
-    ray_cluster.add_node(num_cpus=1, num_gpus=2, object_store_memory=2**27)
-    spare = ray_cluster.add_node(num_cpus=1, num_gpus=GPUS_PER_NODE, object_store_memory=2**27)  # for later tests
-    nodes.append(spare)
-    ray_cluster.wait_for_nodes()
-    with started("drained", placed_config(tmp_path, device="cuda", timeouts={"resource_seconds": 600})) as run:
-        drained = probes(run)["policy", 0][0]
-        looks: dict[str, Any] = {}
-        own = ray.get_runtime_context().get_node_id()
-        wait_until(lambda: _look_for_drain(lambda: {drained, own, "gone"}, looks) is None and not looks)
-        drain_node(ray_cluster.address, drained)
-        assert asyncio.run(wait_for_drain(lambda: {drained})) == drained
-        assert drained in placement.living_nodes()  # with its workers, until its deadline
-        assert asyncio.run(call(find_actor("drained/policy-0"), "where"))[0] == drained
-        leave_node(drained)
-        end(run)
-        assert drained not in {where[0] for where in probes(run).values()}
-
-
 @pytest.mark.extended
 def test_a_lost_nodes_workers_wait_for_free_gpus_and_move(
     tmp_path: Path, nodes: list[Any], ray_cluster: Cluster, caplog: pytest.LogCaptureFixture
@@ -266,3 +248,21 @@ def test_a_lost_nodes_workers_wait_for_free_gpus_and_move(
         assert {worker: again[worker] for worker in found if worker != ("rollout", 2)} == {
             worker: where for worker, where in found.items() if worker != ("rollout", 2)
         }
+
+
+def test_a_drained_node_is_noticed_and_left(tmp_path: Path, nodes: list[Any], ray_cluster: Cluster) -> None:
+    ray_cluster.add_node(num_cpus=1, num_gpus=GPUS_PER_NODE, object_store_memory=2**27)
+    ray_cluster.wait_for_nodes()
+    with started("drained", placed_config(tmp_path, device="cuda", timeouts={"resource_seconds": 600})) as run:
+        drained = probes(run)["policy", 0][0]
+        looks: dict[str, Any] = {}
+        own = ray.get_runtime_context().get_node_id()
+        wait_until(lambda: _look_for_drain(lambda: {drained, own, "gone"}, looks) is None and not looks)
+        drain_node(ray_cluster.address, drained)
+        assert asyncio.run(wait_for_drain(lambda: {drained})) == drained
+        assert drained in placement.living_nodes()  # with its workers, until its deadline
+        assert asyncio.run(call(find_actor("drained/policy-0"), "where"))[0] == drained
+        check_nodes(RunDirectory(str(tmp_path)), run.config)  # as a run does that is started then
+        assert drained not in placement.living_nodes()
+        end(run)
+        assert drained not in {where[0] for where in probes(run).values()}
