@@ -3,7 +3,6 @@
 import logging
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -158,17 +157,8 @@ def load_prompts(
         for environment in {each.number: each for each in environments}.values()
     }
     if are_checked and config.overlong == "error":
-        return PromptDataset(
-            [
-                LazyRow(
-                    row.info,
-                    row.info["data_source"],
-                    environment.number,
-                    partial(_encode_row, row, chats[environment.number], environment),
-                )
-                for row, environment in zip(parsed, environments, strict=True)
-            ]
-        )
+        given = zip(parsed, environments, strict=True)
+        return PromptDataset([_lazy_row(row, chats[environment.number], environment) for row, environment in given])
     prompt_ids = _tokenize(path, [row.messages for row in parsed], [chats[each.number] for each in environments])
     limit = config.max_prompt_tokens
     too_long = [number for number, ids in enumerate(prompt_ids, start=1) if len(ids) > limit]
@@ -192,9 +182,13 @@ def load_prompts(
     return PromptDataset(rows, num_dropped=len(too_long))
 
 
-def _encode_row(row: ParsedRow, chat: ChatTemplate, environment: RowEnvironment) -> PromptRow:
-    """Tokenize a row that has been found usable."""
-    return _prompt_row(row, np.array(chat.encode(row.messages), dtype=np.int32), environment)
+def _lazy_row(row: ParsedRow, chat: ChatTemplate, environment: RowEnvironment) -> LazyRow:
+    """Return a row that has been found usable, which is tokenized when it is asked for."""
+
+    def encode() -> PromptRow:
+        return _prompt_row(row, np.array(chat.encode(row.messages), dtype=np.int32), environment)
+
+    return LazyRow(row.info, row.info["data_source"], environment.number, encode)
 
 
 def _prompt_row(row: ParsedRow, prompt_ids: NDArray[np.int32], environment: RowEnvironment) -> PromptRow:
