@@ -20,8 +20,7 @@ pytestmark = pytest.mark.extended
 
 PARENT, FORK, LINKED = "kept", "kept-at-6", "linked"
 KEPT = ("store.keep_steps=all", "checkpoint.every_steps=4", "checkpoint.keep_last=3", "kl.coef=0.01")
-# With two updates, behavior log-probs are stored; the loss selects tokens by them, in a replay the same ones.
-SCHEDULED = ("optim.updates_per_step=2", "optim.schedule=linear", "loss.kind=kl_cov", "loss.share=0.05")
+SCHEDULED = ("optim.updates_per_step=2", "optim.schedule=linear")  # with two, behavior log-probs are stored
 STAGES = ["behavior", "reference", "advantage", "plan", "update", "weights"]
 TOKENS = ("prompt_ids", "response_ids", "loss_mask")
 

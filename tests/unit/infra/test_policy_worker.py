@@ -213,11 +213,24 @@ def test_another_version_is_rejected(run: RunHandle, store: MemoryStore) -> None
             call()
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [ClippedLoss(), ClipCovLoss(share=0.3, cov_low=-9, cov_high=9), KlCovLoss(share=0.3)],
-    ids=lambda loss: loss.kind,
-)
+LOSSES = (ClippedLoss(), ClipCovLoss(share=0.3, cov_low=-9, cov_high=9), KlCovLoss(share=0.3))
+every_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.kind)
+
+
+@every_loss
+def test_a_step_that_is_scored_and_trained_on_again_has_the_same_bits(run: RunHandle, loss: LossConfig) -> None:
+    run = run.replace(config=run.config.replace(loss=loss))
+    steps = []
+    for _ in range(2):
+        store = MemoryStore("run-1", capacity_bytes=2**20)
+        worker = started(run, store)
+        steps.append((values(worker.update(*make_step(run, store, worker), 0).metrics), parameters(worker, 1)))
+    (first, weights), (second, again) = steps
+    assert first == second
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+@every_loss
 def test_a_restart_from_a_checkpoint_continues_bit_for_bit(
     run: RunHandle, store: MemoryStore, loss: LossConfig
 ) -> None:
