@@ -76,7 +76,7 @@ def _kill_descendants(pid: int) -> None:
 
 
 def count_sleeps(pid: int) -> dict[str, str] | None:
-    """Return how often each thread of a process and of its descendants has stopped running; None if one runs now.
+    """Return how often each thread of a process and of its descendants has stopped; None if one runs, or may run.
 
     Two equal results: none of them has run in between.
     """
@@ -87,6 +87,8 @@ def count_sleeps(pid: int) -> dict[str, str] | None:
             if status.partition("State:\t")[2][:1] in "RD":  # or the kernel doesn't say
                 return None
             counts[task.name] = status.partition("voluntary_ctxt_switches:")[2]
+            if not (task / "children").exists() and (task / "status").exists():
+                return None  # nor does it list children
             for child in map(int, (task / "children").read_text().split()):
                 if (others := count_sleeps(child)) is None:
                     return None

@@ -48,6 +48,7 @@ class ThreadPerCall(ThreadPoolExecutor):
     """Runs each piece of work in a thread of its own: one that hangs keeps no other from running.
 
     It is an event loop's default executor, and used in the loop's thread. A thread that hangs ends with its process.
+
     Attributes:
         num_hung: Threads that nobody waits for any more, and that still run.
     """

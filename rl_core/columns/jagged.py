@@ -232,6 +232,7 @@ def pairs_apart(prompts: Array, responses: Array, branches: Branches) -> list[in
         prompts: Integers [N], tokens.
         responses: Integers [N], tokens.
         branches: Those of the rows.
+
     Example:
         >>> at = (np.array([each]) for each in (0, 1, 2, 0))  # tokens 3 and 4 of the row follow its token 1
         >>> pairs_apart(np.array([1]), np.array([4]), Branches(*at))

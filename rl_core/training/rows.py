@@ -151,8 +151,9 @@ def with_selected(
     """Add the column `selected` (bool, response axis): the tokens of an update that its loss selects (a collective).
 
     A token's covariance is (log-prob - mean) (A - mean), with behavior log-probs, and means over all trained tokens of
-    the update (Cui et al. 2025, arXiv:2505.22617, section 4). `kl_cov` selects the largest ones; `clip_cov` draws among
-    those within its bounds, by numbers that depend on seed, step, row and position alone. Ties go to the first row.
+    the update (Cui et al. 2025, arXiv:2505.22617, section 4). `kl_cov` selects the largest ones above 0; `clip_cov`
+    draws among those within its bounds, by numbers that depend on seed, step, row and position alone. Ties go to the
+    first row.
 
     Args:
         rows: At least this rank's rows of the update.
@@ -175,7 +176,7 @@ def with_selected(
         keys = _draws(rows.rows, lengths, config.seed, step)[at]
         inside = (covariances > loss.cov_low) & (covariances < loss.cov_high)
     else:
-        keys, inside = -covariances, np.ones(len(at), dtype=bool)
+        keys, inside = -covariances, covariances > 0
     count = max(1, int(loss.share * update.num_loss_tokens))
     own = _least(np.stack([keys, row, position], axis=1)[inside], count)
     chosen = _least(np.concatenate(all_gather_object(own, mesh)), count)[:, 1:].astype(np.int64)

@@ -8,11 +8,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_core.columns.jagged import TURN_COLUMNS, as_tensor
+from rl_core.columns.jagged import TURN_COLUMNS, as_tensor, flat_values
 from rl_core.losses import LossInputs, policy_loss
 from rl_core.training.muon import matrices_of
 from rl_core.training.optimizer import clip_gradients, learning_rate, make_optimizer
@@ -149,7 +150,8 @@ class Trainer:
         if not isinstance(loss, CovarianceLoss):
             return rows
         rows = with_selected(rows, update, rank, self._config, step, self._mesh)
-        if part or loss.behavior == "recompute":
+        behavior, trained = (flat_values(rows.columns[name]) for name in ("behavior_logprobs", "loss_mask"))
+        if part or loss.behavior == "recompute" or not np.isfinite(behavior[trained]).all():  # which is reported
             return rows
         return replace(rows, columns=rows.columns.drop_columns(["behavior_logprobs"]))
 
@@ -180,9 +182,10 @@ class Trainer:
     def _inputs(self, rows: RankRows, micro: MicroBatch) -> LossInputs:
         columns = rows.take(micro.rows)
         row = packed_row(columns, micro.num_tokens)
-        # Others are read already, by `token_advantages` and `packed_row`, or not there: the first update's behavior.
-        names = {*_loss_columns(self._config), SELECTED_COLUMN} & {*columns.schema.names}
-        given = {name: as_tensor(columns[name]) for name in names - {*TURN_COLUMNS, TOP_COLUMNS[1]}}
+        names = {*_loss_columns(self._config)} - {*TURN_COLUMNS, TOP_COLUMNS[1]}  # read by those that are called here
+        if isinstance(self._config.loss, CovarianceLoss):  # whose first update of a step has no behavior log-probs
+            names = {*names, SELECTED_COLUMN} - ({"behavior_logprobs"} - {*columns.schema.names})
+        given = {name: as_tensor(columns[name]) for name in names}
         if "advantages" in given:
             given["advantages"] = token_advantages(columns)
         if not self._config.loss.observation_coef:  # no other token's log-prob is used

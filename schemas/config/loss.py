@@ -135,7 +135,6 @@ class ClipCovLoss(CovarianceLoss):
     """PPO's clipped surrogate, with a few tokens of high covariance masked (Cui et al. 2025, arXiv:2505.22617)."""
 
     kind: Literal["clip_cov"] = "clip_cov"
-    """Selects Clip-Cov."""
 
     clip_low: PositiveFloat = 0.2
     """Probability ratios are clipped to at least 1 - `clip_low`."""
@@ -157,10 +156,9 @@ class ClipCovLoss(CovarianceLoss):
 
 
 class KlCovLoss(CovarianceLoss):
-    """Unbounded ratios, and a KL penalty on the tokens of highest covariance (Cui et al. 2025, arXiv:2505.22617)."""
+    """KL-Cov: a KL penalty on the tokens of highest covariance, after a step's first update (arXiv:2505.22617)."""
 
     kind: Literal["kl_cov"] = "kl_cov"
-    """Selects KL-Cov, for steps of several updates."""
 
     behavior: Literal["auto"] = "auto"
     """In a step's first update, behavior log-probs are those of its own forward: the penalty is exactly 0 there."""

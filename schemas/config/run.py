@@ -252,6 +252,16 @@ class RunConfig(FrozenConfig):
                 "rollout.dynamic_sampling drops groups by their rewards, which distillation.reward_weight = 0 doesn't "
                 "train on; remove it, or raise that weight"
             )
+        if (
+            isinstance(self.loss, CovarianceLoss)
+            and self.distillation.reads_top
+            and not self.distillation.reward_weight
+        ):
+            raise ValueError(
+                f'loss.kind = "{self.loss.kind}" selects tokens by their advantages, which are all 0 with '
+                f'distillation.divergence = "{self.distillation.divergence}" and distillation.reward_weight = 0; raise '
+                "that weight, or choose another loss.kind"
+            )
         if self.distillation.has_prompts and self.data.reuse is not None and self.data.reuse.run is not None:
             raise ValueError(
                 "data.reuse.run takes rows of another run, which lack what the prompt of a teacher makes of them; "

@@ -62,6 +62,7 @@ FOR_A_NEW_RUN = {
         "data.overlong",
         "data.sources",
         "data.train_path",
+        "distillation.divergence",
         "distillation.reward_weight",
         "distillation.teachers",
         "distillation.top_k",

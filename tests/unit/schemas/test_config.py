@@ -185,6 +185,7 @@ def test_losses_that_select_by_covariance_need_bounds_in_order_and_an_effect(pat
         ([*two, "loss.behavior=recompute"], "loss.behavior"),
         ([*two, "loss.share=0"], "loss.share"),
         ([*two, "loss.kl_coef=0"], "loss.kl_coef"),
+        ([*two, "distillation={teachers={big={path='t'}}, divergence='js'}"], "raise that weight, or choose another"),
         (["loss.kind=clip_cov", "loss.share=1.1"], "loss.share"),
         (["loss.kind=clip_cov", "loss.cov_low=5"], "cov_low = 5.0 must be below cov_high = 5.0"),
         (["loss.kind=clip_cov", "loss.cov_high=inf"], "loss.cov_high"),
