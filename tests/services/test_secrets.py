@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import botocore.session
 import pytest
+import wandb
 from mlflow import MlflowClient
 from prefect.blocks.system import Secret
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -140,6 +141,7 @@ def test_a_store_and_trackers_take_their_keys_from_blocks(
     found = botocore.session.Session().get_credentials().get_frozen_credentials()
     assert (found.access_key, found.secret_key, found.token) == ("the-id", "the-secret", "the-session")
     require_login(WandbMonitor(project="any"))
+    wandb.teardown()  # else this process is logged in for later tests, too
     Tracker.seen.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Tracker) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

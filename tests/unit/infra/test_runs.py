@@ -65,7 +65,7 @@ def test_a_run_with_a_reward_that_was_removed_is_refused_with_the_version_that_r
     stored["reward"] = {"kind": "judge_model", "path": "judge", "prompt": "{response}"}
     (created.path / "config.json").write_text(json.dumps(stored))
     with pytest.raises(
-        RunError, match=r'kind = "judge_model" was removed \(Sluice 0\.2 reads runs that have it\)'
+        RunError, match=r'kind = "judge_model" was removed \(the Sluice that wrote them reads runs that have it\)'
     ) as e:
         created.config()
     assert "\n" not in str(e.value)

@@ -1,8 +1,11 @@
 """Published weights: their layout, checksum, buckets, and the choice of a transport."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from infra.engines.program import frames
@@ -155,6 +158,14 @@ def test_matrices_are_sent_in_the_engines_dtype_and_vectors_as_they_are() -> Non
     assert sent_specs(state, "float32") == tensor_specs(state)
 
 
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """End the process group of this process that a mesh of it begins."""
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
 def test_shards_are_gathered_in_the_dtype_in_which_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {"up.weight": torch.randn(3, 5), "norm.weight": torch.randn(5)}
     mesh, moved, gather = single_rank_mesh("cpu"), list[torch.dtype](), DTensor.full_tensor
