@@ -10,6 +10,7 @@ from pydantic import Field, PositiveInt
 
 from infra.engines.base import Generation, SamplingMask
 from infra.environments.slot import Reply
+from rl_core.columns.jagged import turns_followed
 from schemas.base import Frozen
 from schemas.metrics import Max, Mean, Metrics, Sum
 
@@ -85,14 +86,14 @@ class Trajectory(Generation):
 
     def reward_info(self) -> dict[str, Any]:
         """Return what a reward function gets in `info`, in addition to the data row's own."""
-        ends = np.cumsum([turn.num_tokens + turn.num_bridge_tokens for turn in self.turns])
-        after = np.searchsorted(ends, self.parents, side="right") + (np.asarray(self.parents) >= 0)
+        sizes = zip(*((turn.num_tokens, turn.num_bridge_tokens) for turn in self.turns), strict=True)
+        after = turns_followed(*sizes, self.parents)
         turns = [
             {
                 "action": turn.action,
                 "observations": list(turn.observations),
                 "reward": turn.reward,
-                "after": int(number),
+                "after": number,
             }
             for turn, number in zip(self.turns, after, strict=True)
         ]

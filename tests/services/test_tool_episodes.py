@@ -17,6 +17,7 @@ from infra.environments.episodes import Episodes
 from infra.environments.open import environment_class
 from infra.environments.pool import EnvironmentPool
 from infra.environments.trajectory import Trajectory
+from infra.history.row_tokens import tree_of, turns_of
 from infra.models.tiny import CHAT_TEMPLATE, make_tokenizer
 from rl_core.columns.jagged import BRANCH_COLUMNS, jagged
 from rl_core.rollout.chat import ChatTemplate
@@ -316,6 +317,32 @@ def test_choices_have_all_that_is_before_them_in_common(tmp_path: Path) -> None:
     whole, mask = make_tokenizer().decode(row.token_ids), make_tokenizer().decode(row.token_ids[row.loss_mask])
     assert whole == "a<|end|>b<|end|><|user|>go on<|assistant|>c<|end|>d<|end|><|user|>so<|assistant|>e<|end|>"
     assert mask == "a<|end|>b<|end|>c<|end|>d<|end|>e<|end|>"
+
+
+def test_turns_follow_the_choice_that_was_taken_wherever_the_tokens_between_are_stored(tmp_path: Path) -> None:
+    again = "messages[:] = [{'role': 'user', 'content': 'in short'}]\n    post({'messages': messages, 'n': 2})"
+    code = CHOOSING.replace("choices[1]", "choices[0]").replace("    finish(", f"    {again}\n    finish(")
+    (row,) = play(GivenTurns([list("abcdefg")]), ["5"], program(tmp_path, code, max_turns=7))
+    assert (row.failure, row.end, row.num_branches) == (None, "done", 6)
+    assert [turn["action"] for turn in row.reward_info()["turns"]] == list("abcdefg")
+    after = [0, 0, 1, 1, 3, 0, 0]
+    assert [turn["after"] for turn in row.reward_info()["turns"]] == after
+    sizes = [[turn.num_tokens for turn in row.turns], [turn.num_bridge_tokens for turn in row.turns], row.parents]
+    stored = {name: jagged([np.array(each, np.int32)]) for name, each in zip(BRANCH_COLUMNS, sizes, strict=True)}
+    turns = turns_of(stored, 0)
+    assert [turn["after"] for turn in turns] == after
+    last_of_third = f"branch after token {row.turns[1].num_bridge_tokens} of those before turn 3"
+    assert [turn.get("branch") for turn in turns[2:5]] == ["branch after turn 1", last_of_third, "branch after turn 3"]
+    tree = tree_of(turns, list("abcdefg"), 3, is_trained=True).splitlines()
+    assert [line.partition(":")[0] for line in tree[1:-1]] == [
+        "├─ turn 1",
+        "│  ├─ turn 3",
+        "│  │  turn 5",
+        "│  └─ turn 4",
+        "├─ turn 2",
+        "├─ turn 6",
+        "└─ turn 7",
+    ]
 
 
 LIMITED = """
