@@ -35,6 +35,7 @@ class TurnSampling(Frozen):
 
 
 _REQUESTS = ("requests/chat_completions", "requests/responses", "requests/messages")  # by `ModelApi.name`
+_COUNTED = ("requests/repeated", "requests/refused", "requests/unrested")  # absent if none
 
 
 @dataclass(frozen=True)
@@ -322,7 +323,7 @@ def _measure_requests(trajectories: Sequence[Trajectory]) -> Metrics:
     counts = Counter[str]()
     for requests in found:
         counts.update({f"requests/{name}": int(count) for name, count in requests.items() if name != "seconds"})
-    sums = {name: Sum(value=counts.pop(name)) for name in ("requests/repeated", "requests/refused") if name in counts}
+    sums = {name: Sum(value=counts.pop(name)) for name in _COUNTED if name in counts}
     waits: Metrics = {}
     if seconds:
         waits["requests/seconds"] = Mean(total=sum(seconds), weight=len(seconds))
