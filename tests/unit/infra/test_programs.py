@@ -78,6 +78,13 @@ def test_values_of_the_data_row_are_one_argument_each_and_no_shell_reads_them(tm
         message = failure(begin(pool, row(**info))[0])
         assert "command has {info.none}, but the info of the data row" in message
         assert "has levels, on, task; name one of these, or add 'none' to" in message
+    long = program_at(Path(script), command=["{python}", script, "-{info.task}{info.task}"])
+    with started(long) as pool:
+        replies = begin(pool, row(task="é" * (2**15 - 1)), row(task="a" * 2**16), row(task="\0"))
+        assert len(json.loads(replies[0].observations[-1])[0]) == 2**16 - 1
+        said = "with the values of the data row, the argument '-{info.task}{info.task}' has"
+        assert f"{said} 131,073 bytes, more than 131,071; let the program" in failure(replies[1])
+        assert f"{said} 3 bytes, one of them 0; let the program" in failure(replies[2])
 
 
 @pytest.mark.parametrize(
