@@ -206,9 +206,8 @@ class Program:
                 await asyncio.to_thread(remove_folder, self._folder)
 
     def describe_timeout(self) -> str:
-        how = (
-            "asked its model, but is waited for" if self._conversation.is_asked else "neither asked its model nor ended"
-        )
+        is_asked = self._conversation.is_asked
+        how = "asked its model, but not come to rest" if is_asked else "neither asked its model nor ended"
         return f"the program has {how}; {self._said()}"
 
     async def _start(self, key: str, endpoint: Endpoint) -> None:

@@ -87,8 +87,8 @@ class Trajectory(Generation):
 
     def reward_info(self) -> dict[str, Any]:
         """Return what a reward function gets in `info`, in addition to the data row's own."""
-        sizes = zip(*((turn.num_tokens, turn.num_bridge_tokens) for turn in self.turns), strict=True)
-        after = turns_followed(*sizes, self.parents)
+        sampled = [turn.num_tokens for turn in self.turns]
+        after = turns_followed(sampled, [turn.num_bridge_tokens for turn in self.turns], self.parents)
         turns = [
             {
                 "action": turn.action,
