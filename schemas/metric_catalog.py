@@ -225,6 +225,9 @@ METRICS: dict[str, MetricSpec] = _catalog(
      "Requests that were made again, and got the turn that they had; absent if none.", _REPORT),
     ("requests/refused", "step", "sum", "request", "Requests that were answered by status 400; absent if none.",
      _REPORT),
+    ("requests/unrested", "step", "sum", "request",
+     "Requests that were answered while their program's threads still ran, in an order that may differ in another run; "
+     "absent if none.", _REPORT),
     ("requests/seconds", "step", "mean", "second", "Time from a request to its turn, sampling included.", _REPORT),
     ("requests/seconds_max", "step", "max", "second", "The same of the slowest request.", _REPORT),
     "GPUs",

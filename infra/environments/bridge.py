@@ -7,6 +7,7 @@ A dialogue adds the limits and the chat template of one environment's rows.
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -20,6 +21,8 @@ from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.control_tokens import Messages
 from schemas.config.environment import EnvironmentConfig, ProgramEnvironment, ToolsEnvironment
 from schemas.errors import ChatTemplateError
+
+logger = logging.getLogger(__name__)
 
 MAX_CHATS = 256  # with tools of a program, each of which is a chat template of its own
 
@@ -159,6 +162,7 @@ class Dialogue:
         self.config, self._own_chat, self._max_prompt_tokens = config, chat, max_prompt_tokens
         self._chat = lru_cache(MAX_CHATS)(self._make_chat)  # by the tools that an environment's reset has added
         self._bridge = lru_cache(MAX_CHATS)(self._make_bridge)
+        self._has_warned = False
         self.reads_turns = isinstance(config, ProgramEnvironment) and config.parser == "template"
         if self.has_tools:
             self.check("tool")
@@ -222,8 +226,20 @@ class Dialogue:
         return self._bridge(role, tools).encode(observations, last_id)
 
     def parse(self, turn: str, before: str, tools: str) -> dict[str, Any] | None:
-        """Return a turn of a chat with these tools as the tokenizer reads it (`ChatTemplate.parse`)."""
-        return self._chat(tools).parse(turn, before)
+        """Return a turn of a chat with these tools as the tokenizer reads it (`ChatTemplate.parse`); None: it can't.
+
+        The first turn that can't be read is warned of.
+        """
+        try:
+            return self._chat(tools).parse(turn, before)
+        except ChatTemplateError as error:
+            logger.log(
+                logging.DEBUG if self._has_warned else logging.WARNING,
+                "%s; the program gets it as a text, and so all turns like it, which are not warned of again",
+                error,
+            )
+            self._has_warned = True
+            return None
 
     def _make_chat(self, tools: str) -> ChatTemplate:
         return self._own_chat.with_tools(json.loads(tools)) if tools else self._own_chat

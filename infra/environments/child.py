@@ -217,6 +217,8 @@ class Server:
     async def _ask(self, call: Call, number: int, action: str | None) -> dict[str, Any]:
         """Have an environment take an action, or reset it, and return its reply, in JSON's types."""
         environment, limit = self._environments[number], self._settings["max_observation_characters"]
+        if hasattr(environment, "note_limit"):
+            environment.note_limit(lambda: call.seconds_left)
         result = await call.run(methodcaller("reset") if action is None else methodcaller("step", action), environment)
         reply: dict[str, Any] = await call.run(read_message if action is None else read_step, result, limit)
         return reply | {"role": await call.run(read_role, environment)}

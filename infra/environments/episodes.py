@@ -345,8 +345,12 @@ class Episodes:
         row.add_turn(turn, self._text(turn.token_ids[:-1] if ended else turn.token_ids))
         if row.failure is not None:
             return "failed"
-        if turn.finish_reason == "length" and len(turn.token_ids) >= limit:  # no environment answers half a turn
-            return "length" if row.num_tokens >= sampling.max_response_tokens else "turn_length"
+        is_asked = row.asked.max_tokens is not None and row.asked.max_tokens <= len(turn.token_ids) < limit
+        if turn.finish_reason == "length" and not is_asked:  # no environment answers half a turn
+            # A recorded one may have less than the limit, if its version stored more tokens of what came before.
+            longest = dialogue.config.max_turn_tokens if dialogue else None
+            is_longest = longest is not None and longest <= len(turn.token_ids)
+            return "turn_length" if is_longest and row.num_tokens < sampling.max_response_tokens else "length"
         return "done" if dialogue is None else None
 
     def _cut(self, row: TrajectoryBuilder, turn: Generation) -> Generation:

@@ -28,6 +28,7 @@ from schemas.errors import ConfigError
 PORT = 8411  # of the relay
 RELAYED = f"http://127.0.0.1:{PORT}"
 ERROR_CHARACTERS = 600
+MAX_ARGUMENT_BYTES = 2**17 - 1  # of the kernel's, MAX_ARG_STRLEN
 FOLDERS = "sluice-programs"  # how those of all processes begin
 _PLACE = re.compile(r"\{(workdir|python|info\.([^{}]+))\}")
 _PREFIX = f"{FOLDERS}-{os.getuid()}-"
@@ -122,7 +123,7 @@ def fill(command: Sequence[str], info: Mapping[str, Any]) -> list[str]:
         info: The data row's: texts as they are, other values as JSON. None stands for no value.
 
     Raises:
-        ConfigError: The row has no value of a name.
+        ConfigError: The row has no value of a name, or one that an argument can't have.
     """
     places = {"workdir": os.getcwd(), "python": sys.executable}
 
@@ -137,7 +138,16 @@ def fill(command: Sequence[str], info: Mapping[str, Any]) -> list[str]:
             )
         return value if isinstance(value, str) else json.dumps(value)
 
-    return [_PLACE.sub(value_of, part) for part in command]
+    filled = [_PLACE.sub(value_of, part) for part in command]
+    for part, argument in zip(command, filled, strict=True):
+        size = len(argument.encode(errors="surrogatepass"))
+        if size > MAX_ARGUMENT_BYTES or "\0" in argument:
+            what = f"more than {MAX_ARGUMENT_BYTES:,}" if size > MAX_ARGUMENT_BYTES else "one of them 0"
+            raise ConfigError(
+                f"environment.command: with the values of the data row, the argument {part!r:.200} has {size:,} bytes, "
+                f"{what}; let the program take them from the JSON on its standard input, which has them under info"
+            )
+    return filled
 
 
 def locate(command: Sequence[str]) -> list[str]:

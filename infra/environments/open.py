@@ -14,11 +14,11 @@ from infra.environments.bridge import Dialogue
 from infra.environments.episodes import Episodes
 from infra.environments.launch import fill
 from infra.environments.pool import EnvironmentClass, EnvironmentPool
-from infra.environments.sandbox import check_sandbox
+from infra.environments.sandbox import check_sandbox, network_fault
 from infra.environments.slot import Reply
 from rl_core.environments.base import Task
 from rl_core.rollout.chat import ChatTemplate
-from schemas.config.environment import EnvironmentConfig, ProgramEnvironment, ToolsEnvironment
+from schemas.config.environment import EnvironmentConfig, ProcessSandbox, ProgramEnvironment, ToolsEnvironment
 from schemas.config.rollout import EngineRollout
 from schemas.config.run import RunConfig
 from schemas.errors import DataError, EnvironmentImportError
@@ -90,7 +90,7 @@ def environment_class(config: EnvironmentConfig, rollout: EngineRollout) -> Envi
     if isinstance(config, ToolsEnvironment):
         return EnvironmentClass(_TOOLS, config, {"tools": list(config.tools), "parser": config.parser})
     if isinstance(config, ProgramEnvironment):
-        arguments: dict[str, Any] = {"command": list(config.command), "sandbox": config.sandbox.model_dump(mode="json")}
+        arguments: dict[str, Any] = {"command": list(config.command), "sandbox": _sandbox(config)}
         arguments |= {"parser": config.parser, "grader": config.grader, "memory_bytes": config.memory_bytes}
         limit = min(config.reset_timeout_seconds, config.step_timeout_seconds)
         rest = 0.0 if config.resume_rows == "as_ready" else limit * REST_FRACTION
@@ -125,6 +125,14 @@ def _first_reply(config: RunConfig, environment: EnvironmentConfig, task: Task) 
 def _check_program(config: EnvironmentConfig) -> None:
     if isinstance(config, ProgramEnvironment):
         check_sandbox(config.sandbox.model_dump(mode="json"), config.command)
+
+
+def _sandbox(config: ProgramEnvironment) -> dict[str, Any]:
+    """Return the sandbox of programs, whose network doesn't depend on which process starts one, or when."""
+    sandbox = config.sandbox.model_dump(mode="json")
+    if isinstance(config.sandbox, ProcessSandbox) and config.sandbox.network == "auto":
+        sandbox["network"] = "host" if network_fault() else "none"
+    return sandbox
 
 
 def _sampling(config: ProgramEnvironment, rollout: EngineRollout) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import asyncio
 import functools
 import inspect
 import json
+import math
 import os
 import secrets
 import signal
@@ -125,6 +126,7 @@ class Program:
         own = None if parser == "template" else parser
         self._conversation = Conversation("the program", None, SETTINGS, sampling, own)
         self._rest_seconds = rest_seconds
+        self._seconds_left: Callable[[], float] = lambda: math.inf
         self._is_expected: Callable[[Any, str], bool] | None = None
         self._number: str | None = None
         self._folder: Path | None = None
@@ -158,6 +160,10 @@ class Program:
         """Note what is asked next, as it was before: that tells it by an observation and the role of its messages."""
         self._is_expected = is_expected
 
+    def note_limit(self, seconds_left: Callable[[], float]) -> None:
+        """Note what returns the seconds that the next call's time limit leaves."""
+        self._seconds_left = seconds_left
+
     def take_request_counts(self) -> dict[str, float]:
         """Return what was counted of the requests to the model since the last call."""
         return self._conversation.take_counts()
@@ -171,17 +177,20 @@ class Program:
     async def _settle(self) -> None:
         """Wait until all threads of the program wait: what they were to ask by themselves is there then.
 
-        One that doesn't come to rest is not waited for again.
+        It takes half of what is left of the call's time at most, as the program has asked in time. A program that
+        doesn't come to rest in all of `rest_seconds` is not waited for again.
         """
+        if not self._rest_seconds or not isinstance(self._sandbox, LocalProcess):
+            return
         loop, before = asyncio.get_running_loop(), None
-        until = loop.time() + self._rest_seconds
-        while self._rest_seconds and isinstance(self._sandbox, LocalProcess):
-            counts = self._sandbox.count_sleeps()
-            if counts is not None and counts == before:
-                return
+        seconds = min(self._rest_seconds, self._seconds_left() / 2)
+        until = loop.time() + seconds
+        while (counts := self._sandbox.count_sleeps()) is None or counts != before:
             before = counts
             if loop.time() > until:
-                self._rest_seconds = 0.0
+                self._conversation.count("unrested")
+                self._rest_seconds = self._rest_seconds if seconds < self._rest_seconds else 0.0
+                return
             await asyncio.sleep(REST_POLL_SECONDS)
             for _ in range(REST_ROUNDS):
                 await asyncio.sleep(0)
@@ -197,7 +206,9 @@ class Program:
                 await asyncio.to_thread(remove_folder, self._folder)
 
     def describe_timeout(self) -> str:
-        return f"the program has neither asked its model nor ended; {self._said()}"
+        is_asked = self._conversation.is_asked
+        how = "asked its model, but not come to rest" if is_asked else "neither asked its model nor ended"
+        return f"the program has {how}; {self._said()}"
 
     async def _start(self, key: str, endpoint: Endpoint) -> None:
         """Start the program."""

@@ -60,11 +60,11 @@ class LocalProcess:
     """A process of this machine, in a group of its own, with the run's user and environment variables, and limits.
 
     Args:
-        network: "host": the machine's; "none": one of its own; "auto": of its own where the kernel allows that.
+        network: "host": the machine's; "none": one of its own.
     """
 
     def __init__(self, network: str = "host") -> None:
-        self._network = ("host" if network_fault() else "none") if network == "auto" else network
+        self._network = network
         self._process: subprocess.Popen[bytes] | None = None
 
     def url(self, endpoint: Endpoint) -> str:

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveInt
 
 from infra.engines.base import Generation, SamplingMask
 from infra.environments.slot import Reply
+from rl_core.columns.jagged import turns_followed
 from schemas.base import Frozen
 from schemas.metrics import Max, Mean, Metrics, Sum
 
@@ -34,6 +35,7 @@ class TurnSampling(Frozen):
 
 
 _REQUESTS = ("requests/chat_completions", "requests/responses", "requests/messages")  # by `ModelApi.name`
+_COUNTED = ("requests/repeated", "requests/refused", "requests/unrested")  # absent if none
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,14 @@ class Trajectory(Generation):
 
     def reward_info(self) -> dict[str, Any]:
         """Return what a reward function gets in `info`, in addition to the data row's own."""
-        ends = np.cumsum([turn.num_tokens + turn.num_bridge_tokens for turn in self.turns])
-        after = np.searchsorted(ends, self.parents, side="right") + (np.asarray(self.parents) >= 0)
+        sampled = [turn.num_tokens for turn in self.turns]
+        after = turns_followed(sampled, [turn.num_bridge_tokens for turn in self.turns], self.parents)
         turns = [
             {
                 "action": turn.action,
                 "observations": list(turn.observations),
                 "reward": turn.reward,
-                "after": int(number),
+                "after": number,
             }
             for turn, number in zip(self.turns, after, strict=True)
         ]
@@ -321,7 +323,7 @@ def _measure_requests(trajectories: Sequence[Trajectory]) -> Metrics:
     counts = Counter[str]()
     for requests in found:
         counts.update({f"requests/{name}": int(count) for name, count in requests.items() if name != "seconds"})
-    sums = {name: Sum(value=counts.pop(name)) for name in ("requests/repeated", "requests/refused") if name in counts}
+    sums = {name: Sum(value=counts.pop(name)) for name in _COUNTED if name in counts}
     waits: Metrics = {}
     if seconds:
         waits["requests/seconds"] = Mean(total=sum(seconds), weight=len(seconds))

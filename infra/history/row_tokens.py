@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from infra.history.kept_run import KeptRun, TokenTexts
 from infra.history.token_values import MASK, json_safe, token_values, value_columns, value_spec
-from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of
+from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of, turns_followed
 from rl_core.environments.calls import Call, parse_hermes, parse_json
 from rl_core.views import decode_ints, select
 from schemas.catalog import column_spec
@@ -127,14 +127,15 @@ def turns_of(columns: dict[str, pa.Array], at: int) -> list[dict[str, Any]]:
     if "tokens" not in present:
         return []
     turns = [json_safe(dict(zip(present, turn, strict=True))) for turn in zip(*present.values(), strict=True)]
-    for number, turn in enumerate(turns):
-        turn["after"] = number
+    followed: Sequence[int] = range(len(turns))
     if BRANCH_COLUMNS[-1] in columns:
+        followed = turns_followed(*(columns[name][at].as_py() for name in BRANCH_COLUMNS))
         found = branches_of(*(columns[name][at : at + 1] for name in BRANCH_COLUMNS))
         ends = np.cumsum([turn["tokens"] + turn["bridge_tokens"] for turn in turns])
         for number, parent in zip(found.turn.tolist(), found.parent.tolist(), strict=True):
-            turns[number]["after"] = int(np.searchsorted(ends, parent, side="right")) + 1 if parent >= 0 else 0
             turns[number]["branch"] = _branch(parent, ends, turns)
+    for turn, number in zip(turns, followed, strict=True):
+        turn["after"] = number
     return turns
 
 
@@ -250,7 +251,7 @@ def _branch(parent: int, ends: NDArray[Any], turns: Sequence[dict[str, Any]]) ->
         return f"branch after turn {turn + 1}"
     if at < sampled:
         return f"branch after token {at:,} of turn {turn + 1}"
-    return f"branch after token {at - sampled:,} that follows turn {turn + 1}"
+    return f"branch after token {at - sampled:,} of those before turn {turn + 2}"
 
 
 def _trained(row: dict[str, Any], name: str) -> list[bool]:

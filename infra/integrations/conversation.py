@@ -186,6 +186,11 @@ class Conversation:
         self.owner = ""
 
     @property
+    def is_asked(self) -> bool:
+        """Whether a request waits that `next_request` has not returned."""
+        return bool(self._pending)
+
+    @property
     def chats(self) -> list[list[Message]]:
         """The chats that no later one extends, with the turns that answered them, the newest one last."""
         chats = [asked.chat for asked in self._answered]
@@ -324,7 +329,7 @@ class Conversation:
         return {"observation": texts, "after": request.after, "sampling": request.sampling}, role
 
     def count(self, kind: str) -> None:
-        """Count a request of a kind: an API's name, `repeated` or `refused`."""
+        """Count a request of a kind: an API's name, `repeated`, `refused` or `unrested`."""
         self._counts[kind] += 1
 
     def take_counts(self) -> dict[str, float]:

@@ -170,6 +170,11 @@ class Call:
         now = self._seconds_without_others() if self._stalled_at is None else self._stalled_at
         return now - self._stalled_seconds
 
+    @property
+    def seconds_left(self) -> float:
+        """The seconds that its limit leaves, by the same clock; below 0 if it is over."""
+        return self._limit_seconds - self.seconds
+
     def count_threads(self, *, waiting: int = 0, running: int = 0) -> None:
         """Note by how many more, or fewer, threads it waits until they begin, and by how many it runs."""
         now = self._seconds_without_others()
@@ -206,7 +211,7 @@ class Call:
         Call.current.set(self)
         task = asyncio.create_task(_await(result))
         try:
-            while not task.done() and (left := self._limit_seconds - self.seconds) > 0:
+            while not task.done() and (left := self.seconds_left) > 0:
                 await asyncio.wait([task], timeout=max(left, MIN_WAIT_SECONDS))
             if not task.done():
                 raise CallError("timeout", f"no answer within {self._limit_seconds:g} s")

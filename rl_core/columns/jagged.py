@@ -225,6 +225,30 @@ def branches_of(sampled: pa.Array, between: pa.Array, parents: pa.Array) -> Bran
     return Branches(row[found], turn[found], start[found], parent[found])
 
 
+def turns_followed(sampled: Sequence[int], between: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Return which turn each of a row's T turns follows: its number, from 1 on; 0: the prompt, or nothing.
+
+    The tokens between two turns are stored behind the one turn, but follow what the other turn follows: a turn that
+    goes on from one of them follows that, too.
+
+    Args:
+        sampled: The row's `BRANCH_COLUMNS[0]`, T.
+        between: Its `BRANCH_COLUMNS[1]`, T.
+        parents: Its `BRANCH_COLUMNS[2]`, T.
+
+    Example:
+        >>> turns_followed([2, 2, 2, 2], [0, 3, 0, 0], [-1, -1, 1, 6])  # two choices, and two after the first
+        [0, 0, 1, 1]
+    """
+    starts = np.cumsum([0, *map(sum, zip(sampled, between, strict=True))]).tolist()
+    followed = list[int]()
+    for parent in parents:
+        at = bisect_right(starts, parent) - 1  # the turn behind which the parent is stored
+        is_between = at >= 0 and parent - starts[at] >= sampled[at]
+        followed.append(followed[at + 1] if is_between else at + 1)
+    return followed
+
+
 def pairs_apart(prompts: Array, responses: Array, branches: Branches) -> list[int]:
     """Count the pairs of each row's tokens on different branches (neither attends to the other), [N]; empty: none.
 

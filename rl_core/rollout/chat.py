@@ -127,7 +127,7 @@ class ChatTemplate:
             ) from error
 
     def parse(self, turn: str, before: str) -> dict[str, Any] | None:
-        """Return a turn as the tokenizer's `response_template` reads it; None if it can't be read.
+        """Return a turn as the tokenizer's `response_template` reads it; None if it has calls but the chat no tools.
 
         Args:
             turn: The model's text, with the token that ended it, if one did.
@@ -135,6 +135,9 @@ class ChatTemplate:
 
         Returns:
             Its `content` and `reasoning`, and its `calls`: of each the name and the arguments, in JSON's types.
+
+        Raises:
+            ChatTemplateError: It can't be read, or what is read are no such calls.
         """
         tools = self._variables.get("tools")
         try:
@@ -143,12 +146,16 @@ class ChatTemplate:
             calls = [(function["name"], function["arguments"]) for function in functions]
             texts = found.get("content") or "", next((found[name] for name in REASONING if found.get(name)), "")
             json.dumps([texts, calls], ensure_ascii=False, allow_nan=False).encode()
-        except (KeyError, TypeError, ValueError, RecursionError):
-            return None
-        is_known = all(isinstance(text, str) for text in (*texts, *(name for name, _ in calls)))
-        if not is_known or not all(isinstance(given, dict) for _, given in calls) or (calls and not tools):
-            return None
-        return {"content": texts[0], "reasoning": texts[1], "calls": calls}
+            if not all(isinstance(text, str) for text in (*texts, *(name for name, _ in calls))):
+                raise TypeError("a text, or the name of a call, is no text")
+            if not all(isinstance(given, dict) for _, given in calls):
+                raise TypeError("the arguments of a call are not an object")
+        except Exception as error:  # a template computes, and may fail in any way
+            raise ChatTemplateError(
+                f"the tokenizer's response_template can't read the turn {turn!r:.200}: {type(error).__name__}: "
+                f"{' '.join(str(error).split()):.300}"
+            ) from error
+        return None if calls and not tools else {"content": texts[0], "reasoning": texts[1], "calls": calls}
 
     def find_left_out(self, shape: Shape, *, with_prompt: bool = True) -> LeftOut | None:
         """Return the first part of messages which the template leaves out of chats of this shape, also a part of it.

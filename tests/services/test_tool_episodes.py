@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from infra.environments.episodes import Episodes
 from infra.environments.open import environment_class
 from infra.environments.pool import EnvironmentPool
 from infra.environments.trajectory import Trajectory
+from infra.history.row_tokens import tree_of, turns_of
 from infra.models.tiny import CHAT_TEMPLATE, make_tokenizer
 from rl_core.columns.jagged import BRANCH_COLUMNS, jagged
 from rl_core.rollout.chat import ChatTemplate
@@ -225,8 +227,38 @@ def test_only_calls_that_can_be_sent_are_read(written: str, calls: object) -> No
     call = {"open": "(", "close": ")", "repeats": True, "content": "json"}
     call["transform"] = {"type": "function", "function": "{content}"}
     tokenizer.response_template = {"start_anchor": "<|assistant|>", "fields": {"tool_calls": call}}
-    read = ChatTemplate(tokenizer, {}, schemas_of_tools(CONFIG)).parse(f"({written})", "<|assistant|>")
-    assert read == (calls and {"content": "", "reasoning": "", "calls": calls})
+    with nullcontext() if calls else pytest.raises(ChatTemplateError, match=r"can't read the turn '\("):
+        read = ChatTemplate(tokenizer, {}, schemas_of_tools(CONFIG)).parse(f"({written})", "<|assistant|>")
+        assert read == {"content": "", "reasoning": "", "calls": calls}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"tag_pattern": "("}, "missing )"),
+        ({"tag_pattern": r"(?P<key>\w+)(?:=(?P<value>\S+))?", "value_parser": {"name": "text"}}, "AttributeError: "),
+        ({"tag_pattern": r"(?P<key>\w+)", "value_parser": {"name": "none"}}, "none"),
+        ({"tag_pattern": r"\w+"}, "tag_pattern must have a named group 'key'"),
+    ],
+)
+def test_a_response_template_that_fails_costs_the_turn_its_calls_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, object], reason: str
+) -> None:
+    fields = {**RESPONSE_TEMPLATE["fields"]}
+    fields["tool_calls"] = {**fields["tool_calls"], "content_args": arguments}
+    code = """
+        tools = [{"type": "function", "function": {"name": "add"}}]
+        assert ask(tools=tools) == "[add a b=2]"
+        say("x")
+        assert ask(tools=tools) == "[add a b=2]"
+        finish(1.0)
+    """
+    engine, environment = GivenTurns([["[add a b=2]"] * 2]), program(tmp_path, code, parser="template")
+    (row,) = play(engine, [""], environment, response_template={**RESPONSE_TEMPLATE, "fields": fields})
+    assert (row.failure, row.reward) == (None, 1.0)
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "can't read the turn '[add a b=2]<|end|>'" in said
+    assert reason in said
 
 
 def test_a_call_that_takes_too_long_is_an_observation_and_the_row_goes_on() -> None:
@@ -318,6 +350,32 @@ def test_choices_have_all_that_is_before_them_in_common(tmp_path: Path) -> None:
     assert mask == "a<|end|>b<|end|>c<|end|>d<|end|>e<|end|>"
 
 
+def test_turns_follow_the_choice_that_was_taken_wherever_the_tokens_between_are_stored(tmp_path: Path) -> None:
+    again = "messages[:] = [{'role': 'user', 'content': 'in short'}]\n    post({'messages': messages, 'n': 2})"
+    code = CHOOSING.replace("choices[1]", "choices[0]").replace("    finish(", f"    {again}\n    finish(")
+    (row,) = play(GivenTurns([list("abcdefg")]), ["5"], program(tmp_path, code, max_turns=7))
+    assert (row.failure, row.end, row.num_branches) == (None, "done", 6)
+    assert [turn["action"] for turn in row.reward_info()["turns"]] == list("abcdefg")
+    after = [0, 0, 1, 1, 3, 0, 0]
+    assert [turn["after"] for turn in row.reward_info()["turns"]] == after
+    sizes = [[turn.num_tokens for turn in row.turns], [turn.num_bridge_tokens for turn in row.turns], row.parents]
+    stored = {name: jagged([np.array(each, np.int32)]) for name, each in zip(BRANCH_COLUMNS, sizes, strict=True)}
+    turns = turns_of(stored, 0)
+    assert [turn["after"] for turn in turns] == after
+    last_of_third = f"branch after token {row.turns[1].num_bridge_tokens} of those before turn 3"
+    assert [turn.get("branch") for turn in turns[2:5]] == ["branch after turn 1", last_of_third, "branch after turn 3"]
+    tree = tree_of(turns, list("abcdefg"), 3, is_trained=True).splitlines()
+    assert [line.partition(":")[0] for line in tree[1:-1]] == [
+        "├─ turn 1",
+        "│  ├─ turn 3",
+        "│  │  turn 5",
+        "│  └─ turn 4",
+        "├─ turn 2",
+        "├─ turn 6",
+        "└─ turn 7",
+    ]
+
+
 LIMITED = """
     assert ask(stop=["xyz", "STOP"]) == "ab"
     messages.pop()
@@ -345,6 +403,24 @@ def test_a_request_may_end_its_turn_early(tmp_path: Path) -> None:
     assert engine.prompts == [begin, begin, third, f"{third}cdé{bridge.format('well?')}"]
     assert make_tokenizer().decode(row.token_ids[row.loss_mask]) == "abSTOPAbcdéend<|end|>"
     assert [turn.action for turn in row.turns] == ["abSTOP", "Ab", "cdé", "end"]
+
+
+class CutTurns(GivenTurns):
+    """An engine whose turns were cut by a limit that is half of what it is now."""
+
+    def begin(self, requests: Sequence[GenerationRequest]) -> range:
+        rows = super().begin(requests)
+        self._limits = [limit // 2 for limit in self._limits]
+        return rows
+
+
+@pytest.mark.parametrize(("limit", "end"), [(None, "length"), (4, "length"), (2, "turn_length")])
+def test_half_a_turn_that_its_request_has_not_limited_ends_the_trajectory(
+    tmp_path: Path, limit: int | None, end: str
+) -> None:
+    engine = (GivenTurns if limit == 2 else CutTurns)([["a" * 2000]])
+    (row,) = play(engine, ["5"], program(tmp_path, "ask()\nfinish(1.0)", max_turn_tokens=limit))
+    assert (row.failure, row.end, row.reward, len(row.turns)) == (None, end, 0.0, 1)
 
 
 def test_a_branch_that_rows_of_the_run_cannot_have_is_a_failure(tmp_path: Path) -> None:

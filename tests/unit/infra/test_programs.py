@@ -78,6 +78,13 @@ def test_values_of_the_data_row_are_one_argument_each_and_no_shell_reads_them(tm
         message = failure(begin(pool, row(**info))[0])
         assert "command has {info.none}, but the info of the data row" in message
         assert "has levels, on, task; name one of these, or add 'none' to" in message
+    long = program_at(Path(script), command=["{python}", script, "-{info.task}{info.task}"])
+    with started(long) as pool:
+        replies = begin(pool, row(task="é" * (2**15 - 1)), row(task="a" * 2**16), row(task="\0"))
+        assert len(json.loads(replies[0].observations[-1])[0]) == 2**16 - 1
+        said = "with the values of the data row, the argument '-{info.task}{info.task}' has"
+        assert f"{said} 131,073 bytes, more than 131,071; let the program" in failure(replies[1])
+        assert f"{said} 3 bytes, one of them 0; let the program" in failure(replies[2])
 
 
 @pytest.mark.parametrize(
@@ -337,16 +344,41 @@ def test_parallel_requests_are_answered_in_an_order_of_their_own(tmp_path: Path)
 def test_a_program_that_never_rests_is_answered_all_the_same(tmp_path: Path) -> None:
     code = """
         import subprocess
-        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        runs = [sys.executable, "-c", "print(flush=True)\\nwhile True: pass"]
+        subprocess.Popen(runs, stdout=subprocess.PIPE).stdout.readline()
         ask()
         say("x")
         ask()
         finish(1.0)
     """
     with started(program(tmp_path, code, step_timeout_seconds=30)) as pool:
-        begin(pool)
-        assert turns(pool, ["one"])[0].observations == ("x",)
+        assert begin(pool)[0].requests["unrested"] == 1
+        reply = turns(pool, ["one"])[0]
+        assert (reply.observations, "unrested" in reply.requests) == (("x",), False)  # it is not waited for again
         assert turns(pool, ["two"])[0].reward == 1.0
+
+
+def test_a_program_that_has_asked_in_time_is_not_waited_for_until_its_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.environments.open.REST_FRACTION", 2.0)  # as if most of the time were over when it asks
+    code = """
+        import subprocess
+        ask()
+        runs = [sys.executable, "-c", "print(flush=True)\\nwhile True: pass"]
+        subprocess.Popen(runs, stdout=subprocess.PIPE).stdout.readline()
+        say("x")
+        ask()
+        say("y")
+        ask()
+        finish(1.0)
+    """
+    with started(program(tmp_path, code, step_timeout_seconds=8)) as pool:
+        begin(pool)
+        for action, observation in (("one", "x"), ("two", "y")):  # a wait that was cut short is not the last one
+            reply = turns(pool, [action])[0]
+            assert (reply.failure, reply.observations, reply.requests["unrested"]) == (None, (observation,), 1)
+        assert turns(pool, ["three"])[0].reward == 1.0
 
 
 def test_what_was_asked_for_before_the_end_is_not_sampled() -> None:
@@ -355,6 +387,7 @@ def test_what_was_asked_for_before_the_end_is_not_sampled() -> None:
         for text in "ab":
             conversation.ask({"messages": [{"role": "user", "content": text}]})
         first = await conversation.next_request(ended)
+        assert conversation.is_asked
         conversation.answer("one")
         ended.set_result(None)
         return first, await conversation.next_request(ended)

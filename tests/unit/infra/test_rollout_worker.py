@@ -290,7 +290,7 @@ def test_requests_of_failed_trajectories_are_measured_too() -> None:
     never_asks.add_turn(turn, "a")
     asks = TrajectoryBuilder(0, np.array([1, 2]), 0, None, requests={"messages": 1})
     asks.add_turn(turn, "a")
-    asks.add_answer(Reply(requests={"messages": 3, "repeated": 1, "seconds": 2.0}))
+    asks.add_answer(Reply(requests={"messages": 3, "repeated": 1, "unrested": 1, "seconds": 2.0}))
     fails = TrajectoryBuilder(1, np.array([1, 2]), 0, None)
     fails.add_turn(turn, "a")
     fails.add_call(Reply(failure=Failure("raised", "no"), requests={"responses": 2, "refused": 2, "seconds": 4.0}))
@@ -301,6 +301,7 @@ def test_requests_of_failed_trajectories_are_measured_too() -> None:
         "requests/responses": Mean(total=2, weight=2),
         "requests/repeated": Sum(value=1),
         "requests/refused": Sum(value=2),
+        "requests/unrested": Sum(value=1),
         "requests/seconds": Mean(total=6.0, weight=2),
         "requests/seconds_max": Max(value=4.0),
     }

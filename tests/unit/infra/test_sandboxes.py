@@ -19,9 +19,11 @@ from pydantic import ValidationError
 
 from infra.environments import sandbox as sandboxes
 from infra.environments.launch import close_off
-from infra.environments.sandbox import HOME, SOCKET, Container, LocalProcess, check_sandbox
+from infra.environments.open import environment_class
+from infra.environments.sandbox import HOME, SOCKET, Container, check_sandbox
 from rl_core.environments.base import Endpoint, Launch
 from schemas.config.environment import ProgramEnvironment
+from schemas.config.rollout import TransformersRollout
 from schemas.errors import ConfigError, ServiceError
 from tests.support import container_cli
 from tests.support.programs import begin, failure, program, row, started, turns
@@ -421,19 +423,20 @@ def test_a_process_may_have_the_models_api_and_no_other_network(
 
 
 def test_a_process_may_have_the_network_that_the_kernel_allows(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def found(tried: str) -> str:
         monkeypatch.setattr(sandboxes, "LOOPBACK", tried)
         sandboxes.network_fault.cache_clear()
         caplog.clear()
         check_sandbox({"kind": "process", "network": "auto"}, ["true"])
-        url = LocalProcess("auto").url(Endpoint("http://127.0.0.1:1", "socket"))
-        return f"{url}, {caplog.messages[0].partition(': ')[2]}"
+        environment = program(tmp_path, "", sandbox={"network": "auto"})  # resolved here, and for all of its processes
+        network = environment_class(environment, TransformersRollout()).arguments["sandbox"]["network"]
+        return f"{network}, {caplog.messages[0].partition(': ')[2]}"
 
     caplog.set_level("INFO")
-    assert found("pass") == "http://127.0.0.1:8411, none"
-    assert found("raise SystemExit('no namespaces')") == "http://127.0.0.1:1, host, as no namespaces"
+    assert found("pass") == "none, none"
+    assert found("raise SystemExit('no namespaces')") == "host, host, as no namespaces"
     with pytest.raises(ConfigError, match="no namespaces; let users make"):
         check_sandbox({"kind": "process", "network": "none"}, ["true"])
     sandboxes.network_fault.cache_clear()

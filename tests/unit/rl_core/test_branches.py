@@ -229,7 +229,7 @@ def test_rows_that_branch_have_no_padded_form() -> None:
         (-5, "branch at the prompt's end, less 4 tokens"),
         (2, "branch after turn 1"),
         (1, "branch after token 2 of turn 1"),
-        (3, "branch after token 1 that follows turn 1"),
+        (3, "branch after token 1 of those before turn 2"),
     ],
 )
 def test_where_a_branch_begins_is_said(parent: int, expected: str) -> None:
