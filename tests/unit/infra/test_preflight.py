@@ -83,7 +83,9 @@ def test_an_interpreter_without_vllm_is_rejected(folder: Path, tmp_path: Path) -
 
 
 @NEEDS_VLLM
-def test_a_too_small_cache_and_another_device_are_rejected(folder: Path) -> None:
+def test_a_too_small_cache_and_another_device_are_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
     def check(num_bytes: int, device: str = "auto") -> None:
         rollout = VllmRollout(python=ENGINE_PYTHON, max_response_tokens=60, cache_bytes=num_bytes)
         check_engine(config_of(folder, rollout=rollout, runtime={"device": device}), rollout)
