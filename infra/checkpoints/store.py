@@ -129,6 +129,9 @@ class CheckpointStore(CheckpointFiles):
         Raises:
             CheckpointError: The checkpoint or one of its files is missing.
         """
+        if version in self._opened:  # by an outer block
+            yield
+            return
         self._opened[version] = self._read_index(version)
         try:
             yield

@@ -231,6 +231,8 @@ def test_updates_are_compared_as_vectors(tmp_path: Path) -> None:
     change = compare_updates(a, b, 3)
     assert change.cosine == pytest.approx(0.5**0.5)
     assert change.norm_ratio == pytest.approx(8**0.5)
+    own = compare_updates(a, a, 3)  # as a tournament compares the run with itself
+    assert (own.cosine, own.norm_ratio) == (1.0, 1.0)
     write(b, 4, 1.0, 1.0)
     assert compare_updates(a, b, 3).cosine is None
 
