@@ -1,4 +1,4 @@
-"""Make teacher and student, distill, train the same student by GRPO alone, report, and draw the curve.
+"""Make teacher and student, distill, train the same student by GRPO alone, evaluate the teacher, report, and draw.
 
 `--tiny` distills for two small steps, from and to an untrained model.
 """
@@ -31,17 +31,16 @@ def main() -> None:
     for name, sft in SFT.items():
         files = (f"{folder}/random-{name}", f"{folder}/{name}.jsonl", f"{folder}/{name}")
         commands.fine_tune(*files, seed, *sft, *tiny_sft)
-    settings = (
-        seed,
-        f"model.path={folder}/student",
-        f"data.train_path={folder}/train.jsonl",
-        f"data.eval_path={folder}/heldout.jsonl",
-    )
+    files = (seed, f"data.train_path={folder}/train.jsonl", f"data.eval_path={folder}/heldout.jsonl")
+    settings = (*files, f"model.path={folder}/student")
     run = commands.new_run_id("distill")
     teacher = f"distillation.teachers.large.path={folder}/teacher"
     commands.train(run, *settings, teacher, *(commands.TINY if arguments.tiny else ()))
     if not arguments.tiny:
         commands.train(commands.new_run_id("grpo"), *settings, "distillation=None")
+        commands.train(  # what the teacher can do is its accuracy after 0 steps
+            commands.new_run_id("teacher"), *files, f"model.path={folder}/teacher", "distillation=None", "steps=1"
+        )
     commands.report(run, arguments.curve, "sums of four numbers, learned from a teacher")
 
 
