@@ -206,6 +206,7 @@ def check_rows(config: RunConfig, rows: SftDataset, held_out: SftDataset | None,
 
 class _Reader:
     """Reads and encodes files, and counts their rows.
+
     Attributes:
         sizes: The usable rows of each file that is read.
         num_dropped: Those that are too long, of all.

@@ -13,18 +13,6 @@ from tests.support.workplace import Workplace
 STEPS, STOPS = 3, list(range(64))
 COLUMNS = ("response_ids", "sampling_mask_counts", "sampling_mask_ids", "sampler_logprobs", "behavior_logprobs")
 SETTINGS = ("rollout.top_p=0.8", "rollout.min_p=0.02", "rollout.sampling_mask=true", "loss.behavior=recompute")
-GAME = """
-class Asking:
-    def __init__(self, task, seed):
-        self._turns = 0
-
-    def reset(self):
-        pass
-
-    def step(self, action):
-        self._turns += 1
-        return "go on", float(len(set(action))), self._turns == 2
-"""
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +60,7 @@ def test_a_replay_has_the_same_bits(workplace: Workplace, masked: Run) -> None:
 
 
 def test_tokens_between_turns_are_scored_over_all(workplace: Workplace) -> None:
-    (workplace.folder / "masked_game.py").write_text(GAME)
-    environment = 'environment={kind="class", path="masked_game:Asking", max_turn_tokens=12}'
+    environment = 'environment={kind="class", path="tests.support.games:Asking", max_turn_tokens=12}'
     settings = (*SETTINGS, environment, 'reward={kind="environment"}', "rollout.max_response_tokens=60")
     others = ("steps=2", "eval.every_steps=0", f"rollout.stop_token_ids={STOPS}", "loss.observation_coef=0.1")
     workplace.sluice("train", "tiny.toml", *settings, *others, "store.keep_steps=all", "--run-id", "masked-turns")

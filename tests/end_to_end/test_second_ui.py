@@ -14,18 +14,6 @@ from tests.support.workplace import Workplace
 pytestmark = pytest.mark.extended
 
 RUN_ID, POOL, STEPS = "second-ui", "second-ui", 2
-GAME = """
-class Asking:
-    def __init__(self, task, seed):
-        self._turns = 0
-
-    def reset(self):
-        pass
-
-    def step(self, action):
-        self._turns += 1
-        return "go on", float(len(set(action))), self._turns == 2
-"""
 # Of the UI itself: pictures that it lacks, a question that the server refuses, and its own statistics.
 OF_UI = "Failed to load resource"
 SHOWN = {  # what the page of each artifact has
@@ -41,8 +29,7 @@ SHOWN = {  # what the page of each artifact has
 @pytest.fixture(scope="module")
 def address(workplace: Workplace) -> str:
     """The address of the UI of a server with a finished run and a deployment."""
-    (workplace.folder / "shown_game.py").write_text(GAME)
-    environment = 'environment={kind="class", path="shown_game:Asking", max_turn_tokens=12}'
+    environment = 'environment={kind="class", path="tests.support.games:Asking", max_turn_tokens=12}'
     settings = ('reward={kind="environment"}', "rollout.max_response_tokens=60", f"steps={STEPS}")
     workplace.sluice("train", "tiny.toml", environment, *settings, "--run-id", RUN_ID)
     workplace.ask(lambda client: client.create_work_pool(WorkPoolCreate(name=POOL, type="process")))

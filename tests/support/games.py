@@ -19,6 +19,20 @@ class Echo:
         return f"{self._seed % 100}: {len(action)}", 0.5, self._turns == self._last
 
 
+class Asking:
+    """Asks for a second turn; the reward of each is its number of different characters."""
+
+    def __init__(self, task: Any, seed: int) -> None:
+        self._turns = 0
+
+    def reset(self) -> None:
+        pass
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        self._turns += 1
+        return "go on", float(len(set(action))), self._turns == 2
+
+
 class Endless(Echo):
     """Never ends."""
 

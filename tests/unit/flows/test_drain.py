@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,15 +89,6 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
         report = StepReport(step=step, policy_version=step + 1, metrics=metrics, seconds=1.0, seconds_by_phase={})
         directory.metrics.append_step(report)
     return Driver(directory, monkeypatch)
-
-
-@pytest.fixture
-def received() -> Iterator[list[int]]:
-    """The signals that reach the handler of before the flow, to which Prefect sends a SIGTERM on."""
-    found: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: found.append(number))
-    yield found
-    signal.signal(signal.SIGTERM, before)
 
 
 async def turns() -> None:

@@ -20,15 +20,6 @@ from prefect.utilities.engine import capture_sigterm
 from flows.lifecycle.cancellation import Notice, cancellable, sigterm_only_told, terminable
 
 
-@pytest.fixture
-def received() -> Iterator[list[int]]:
-    """The signals that reach the handler of before the flow, to which Prefect sends a SIGTERM on."""
-    found: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: found.append(number))
-    yield found
-    signal.signal(signal.SIGTERM, before)
-
-
 async def work(cleaned: list[str]) -> None:
     try:
         await asyncio.Event().wait()

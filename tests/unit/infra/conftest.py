@@ -4,8 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.reward_pools import REWARDS, OpenPool, opened_pools
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """End the process group of this process, over which a mesh or modules in bfloat16 are sharded."""
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
 """Models of many families are loaded, adapted, saved, restored and exported as what they are."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FalconConfig, PreTrainedModel, ZambaConfig, ZayaConfig
@@ -138,13 +136,6 @@ def test_what_a_models_code_makes_in_float32_is_exported_in_float32() -> None:
     biases = {name for name in dtypes if name.endswith("balancing_biases")}
     assert {dtypes[name] for name in biases} == {torch.float32}
     assert {dtype for name, dtype in dtypes.items() if name not in biases} == {torch.bfloat16}
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """End the process group of one process that modules in bfloat16 are sharded over."""
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")

@@ -1,11 +1,8 @@
 """Published weights: their layout, checksum, buckets, and the choice of a transport."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from infra.engines.program import frames
@@ -156,13 +153,6 @@ def test_matrices_are_sent_in_the_engines_dtype_and_vectors_as_they_are() -> Non
     assert torch.equal(sent["up.weight"], engine.copy_(state["up.weight"]))  # rounded as an engine would
     assert torch.equal(sent["norm.weight"], state["norm.weight"])
     assert sent_specs(state, "float32") == tensor_specs(state)
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """End the process group of this process that a mesh of it begins."""
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")
