@@ -150,7 +150,9 @@ def _evaluation(run: RunRecord) -> Panel:
     if losses:
         steps, values = zip(*losses, strict=True)
         charts.insert(0, line_chart("held-out loss (nat)", [Line("all", steps, values, has_markers=True)], run.events))
-    return Panel("Evaluation", "", charts, [table] if table.rows else [])
+    others = len(run.directory.metrics.evals()) - len(run.evals)
+    note = f"{others} earlier ones had other held-out rows or settings: not shown." if others else ""
+    return Panel("Evaluation", note, charts, [table] if table.rows else [])
 
 
 def _source_line(run: RunRecord, name: str) -> Line:

@@ -9,7 +9,7 @@ from typing import Self
 from infra.storage.run_list import RunState, run_state
 from infra.storage.runs import RunDirectory
 from schemas.config.run import RunConfig
-from schemas.step import EvalReport, RunEvent, RunSummary, StepReport, averaged_steps, mean_of
+from schemas.step import EvalReport, RunEvent, RunSummary, StepReport, averaged_steps, comparable, mean_of
 
 WINDOW_STEPS = 10  # the last steps that alarms look at
 
@@ -22,7 +22,7 @@ class RunRecord:
     config: RunConfig
     state: RunState
     steps: Sequence[StepReport]
-    evals: Sequence[EvalReport]
+    evals: Sequence[EvalReport]  # measured as the newest one
     events: Sequence[RunEvent]
     summary: RunSummary | None
 
@@ -39,7 +39,7 @@ class RunRecord:
             config=config,
             state=run_state(directory, config),
             steps=metrics.steps(),
-            evals=metrics.evals(),
+            evals=comparable(metrics.evals()),
             events=metrics.events(),
             summary=directory.summary(),
         )

@@ -28,7 +28,7 @@ from infra.storage.run_files import MetricsFile
 from infra.storage.runs import RunDirectory
 from schemas.placement import WorkerPlace
 from schemas.rollout import RolloutHandle
-from schemas.step import EvalReport, PolicyHandle, RunHandle, RunSummary, StepReport
+from schemas.step import EvalReport, PolicyHandle, RunHandle, RunSummary, StepReport, comparable
 
 Curve = Sequence[tuple[int, float]]  # step and value
 
@@ -95,6 +95,7 @@ class ProgressArtifact:
         self._num_steps, self._id = run.config.steps, artifact
         self._table = ""  # of the last step of this driver
         self._curves: dict[str, list[tuple[int, float]]] = {}
+        self._evals: list[EvalReport] = []
         self._recent: deque[StepReport] = deque(maxlen=PACE_STEPS)  # of this driver
         for step in metrics.steps():
             self._add_step(step)
@@ -132,9 +133,13 @@ class ProgressArtifact:
         await aupdate_progress_artifact(self._id, 100 * done / self._num_steps, description=description)
 
     def _add_evaluation(self, report: EvalReport) -> None:
-        self._add("held-out accuracy", report.policy_version, report.accuracy)
-        if report.loss is not None:
-            self._add("held-out loss", report.policy_version, report.loss)
+        self._evals = comparable([*self._evals, report])
+        for name in ("held-out accuracy", "held-out loss"):
+            self._curves.pop(name, None)
+        for each in self._evals:
+            self._add("held-out accuracy", each.policy_version, each.accuracy)
+            if each.loss is not None:
+                self._add("held-out loss", each.policy_version, each.loss)
 
     def _add_step(self, report: StepReport) -> None:
         for name in CURVES:

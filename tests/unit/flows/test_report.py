@@ -1,7 +1,11 @@
 """Reports: what can't be reported, and the alarms; the pages in a browser: tests/services."""
 
+import asyncio
+from base64 import b64decode
 from pathlib import Path
+from shutil import copytree
 from typing import get_args
+from uuid import uuid4
 
 import pytest
 
@@ -9,10 +13,12 @@ from flows.report.charts import MAX_LINE_POINTS, Line, line_chart
 from flows.report.panels import metric_charts
 from flows.report.record import RunRecord
 from flows.report.run import find_alarms, verdict
+from flows.ui.artifacts import ProgressArtifact
 from infra.storage.runs import RunDirectory
 from schemas.metric_catalog import METRICS, PanelName
+from schemas.step import RunHandle
 from tests.support.command import Command, assert_rejected, make_command
-from tests.support.report_run import NUM_STEPS, runs_dir, step_report
+from tests.support.report_run import NUM_STEPS, evaluation, runs_dir, step_report
 
 __all__ = ["runs_dir"]  # a fixture
 
@@ -88,6 +94,28 @@ def test_the_verdict_of_a_short_run_compares_different_steps(runs_dir: Path, rew
     record = RunRecord.read(RunDirectory(runs_dir / "whole"))
     steps = [step_report(step, metrics={"reward": reward}) for step, reward in enumerate(rewards)]
     assert said in verdict(RunRecord(record.directory, record.config, record.state, steps, [], [], None))
+
+
+def test_evaluations_by_other_rows_are_not_in_the_same_curve(
+    runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = RunDirectory(copytree(runs_dir / "old", tmp_path / "run")).metrics
+    for version, accuracy, measured in [(0, 0.90625, "hard"), (1, 0.125, "easy"), (2, 0.25, "easy")]:
+        metrics.append_eval(evaluation(version).replace(accuracy=accuracy, measured=measured))
+    record = RunRecord.read(RunDirectory(tmp_path / "run"))
+    assert "held-out accuracy 0.125 → 0.250" in verdict(record)
+    descriptions: list[str] = []
+
+    async def update(*_: object, description: str) -> None:
+        descriptions.append(b64decode(description.split("base64,")[1].split(")")[0]).decode())
+
+    monkeypatch.setattr("flows.ui.artifacts.aupdate_progress_artifact", update)
+    run = RunHandle(run_id="whole", identity="whole", directory="", config=record.config, store_incarnation="whole")
+    artifact = ProgressArtifact(run, uuid4(), metrics)
+    asyncio.run(artifact.show_evaluation(evaluation(3).replace(accuracy=0.75, measured="easy")))
+    asyncio.run(artifact.show_evaluation(evaluation(4).replace(accuracy=0.5, measured="other")))
+    assert [value in descriptions[0] for value in ("0.125", "0.75", "0.906")] == [True, True, False]
+    assert "0.75" not in descriptions[1]
 
 
 def test_a_long_line_is_drawn_with_some_of_its_points() -> None:
