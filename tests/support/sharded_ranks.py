@@ -7,6 +7,7 @@ gradient, the new weights and rank 0's log-probs as `<name>.safetensors`, and wh
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -63,10 +64,9 @@ def response_tokens(token_budget: int) -> int:
 
 
 def run_cases(folder: Path, cases: Sequence[Case]) -> None:
-    """Run cases in a new process, which must succeed."""
+    """Run cases in a new process, which must succeed; what its ranks report goes to this process's own stderr."""
     command = [sys.executable, "-m", "tests.support.sharded_ranks", str(folder), json.dumps([asdict(c) for c in cases])]
-    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    subprocess.run(command, env=os.environ | ENVIRONMENT, check=True)
 
 
 def _run_rank(folder: Path, case: Case, rank: int) -> None:
@@ -178,16 +178,23 @@ def _others(case: Case) -> dict[str, Any]:
 
 
 def main(folder: Path, cases: list[Case]) -> None:
-    """Run each case in forked processes; a fork requires that there are no threads."""
+    """Run each case in forked processes; a fork requires that there are no threads.
+
+    A rank that fails ends the others: they would wait for it.
+    """
     for model in {case.model for case in cases}:
         load_policy(run_config(folder, model={"path": model}).model)  # what a process pays for once
     if any("lora" in case.sections.get("model", {}) for case in cases):
         import peft  # noqa: F401  as above
     for case in cases:
-        children = [_fork(folder, case, rank) for rank in range(case.num_ranks)]
-        failed = [status for child in children if (status := os.waitpid(child, 0)[1])]
-        if failed:
-            raise SystemExit(f"{case.name} failed")
+        running = {_fork(folder, case, rank): rank for rank in range(case.num_ranks)}
+        while running:
+            child, status = os.wait()
+            rank = running.pop(child)
+            if status:
+                for other in running:
+                    os.kill(other, signal.SIGKILL)
+                raise SystemExit(f"{case.name}: rank {rank} ended with {os.waitstatus_to_exitcode(status)}")
 
 
 def _fork(folder: Path, case: Case, rank: int) -> int:
