@@ -229,7 +229,7 @@ async def _training_loop(
     run: RunHandle, directory: RunDirectory, monitors: Monitors, events: RunEvents, notice: Notice, reason: str = ""
 ) -> RunHandle:
     """Run all remaining steps, with new workers if they were ended for a reason; return the newest store's handle."""
-    logger, restarts = get_run_logger(), 0
+    logger, restarts, furthest = get_run_logger(), 0, -1  # the furthest step from which it was restarted
     await finish_in_thread(partial(keep_rows, directory, run.config))
     policy = PolicyHandle(run_id=run.run_id, version=directory.metrics.num_steps(), incarnation="")
     if not reason:
@@ -277,7 +277,8 @@ async def _training_loop(
                         await reporter.checkpoint(complete, evals)
                     await _review(run, report, reporter)
                 except RECOVERABLE as error:
-                    restarts += 1
+                    restarts = restarts + 1 if policy.step <= furthest else 1
+                    furthest = max(furthest, policy.step)
                     if restarts > run.config.runtime.max_restarts:
                         raise
                     logger.warning("running step %d again (restart %d): %s", policy.step, restarts, error)

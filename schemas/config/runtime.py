@@ -105,7 +105,7 @@ class RuntimeConfig(FrozenConfig):
     """Folder of the files that the processes of a node map; None: `/dev/shm`, or one on disk if that is too small."""
 
     max_restarts: NonNegativeInt = 3
-    """Number of times that a run may recover from lost workers."""
+    """Number of times that a run may recover from lost workers without finishing a further step."""
 
     pool: SafeName = "default"
     """Runs that share a pool are queued, if they are started by deployments."""

@@ -60,7 +60,7 @@ class KilledRun:
 
     def __init__(self, workplace: Workplace, run_id: str) -> None:
         self.run, self._workplace = workplace.run(run_id), workplace
-        self.driver = workplace.start(*CONFIG, "--run-id", run_id, "runtime.max_restarts=9")
+        self.driver = workplace.start(*CONFIG, "--run-id", run_id, "runtime.max_restarts=1")
         self._left_step, self._left_entries = -1, dict[str, float]()
 
     def wait_for(self, reached: Callable[[], bool], *, standing: bool = False) -> None:

@@ -213,6 +213,45 @@ def test_after_a_drain_starts_that_fail_are_repeated_and_history_says_restart(
     assert (event.kind, event.step, event.reason) == ("restart", STEPS, "its node was drained, too")
 
 
+@pytest.mark.parametrize(("lost_in", "is_ended"), [([0, 1, 2], False), ([0, 1, 1], True), ([1, 0], True)])
+def test_restarts_count_until_a_further_step_is_done(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, lost_in: list[int], is_ended: bool
+) -> None:
+    """A worker is lost in these steps, one after the other; after each loss the run goes on with step 0."""
+    remaining = [*lost_in]
+
+    async def begin(*_: object) -> PolicyHandle:
+        return PolicyHandle(run_id="demo", version=0, incarnation="new")
+
+    async def step(run: RunHandle, policy: PolicyHandle) -> StepReport:
+        if remaining[:1] == [policy.step]:
+            raise WorkerLostError(f"lost in step {remaining.pop(0)}")
+        metrics = {"reward": 0.5, "tokens": 8.0}
+        return StepReport(
+            step=policy.step, policy_version=policy.step + 1, metrics=metrics, seconds=1.0, seconds_by_phase={}
+        )
+
+    async def nothing(*_: object, wait: bool = False) -> int:
+        return STEPS
+
+    for name, played in {
+        "reconcile": begin,
+        "new_step_flow": lambda *_: step,
+        "_evaluate": nothing,
+        "_review": nothing,
+        "save_checkpoint": nothing,
+        "save_on_failure": nothing,
+        "RunReporter": lambda *_: SimpleNamespace(checkpoint=nothing, step=nothing),
+    }.items():
+        monkeypatch.setattr(flows.train, name, played)
+    config = driver.run.config
+    driver.run = driver.run.replace(config=config.replace(runtime=config.runtime.replace(max_restarts=1)))
+    with pytest.raises(WorkerLostError, match=f"lost in step {lost_in[-1]}") if is_ended else nullcontext():
+        asyncio.run(driver.loop(Notice(1000)))
+    assert driver.happened.count("started") == len(lost_in) + (not is_ended)
+    assert not remaining
+
+
 @pytest.mark.parametrize("is_evaluated", [True, False])
 def test_a_run_that_is_drained_when_all_is_saved_starts_no_workers(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, is_evaluated: bool
