@@ -13,6 +13,7 @@ from infra.workers.inputs import record_inputs, with_date
 from infra.workers.launch import get_group, kill_workers
 from schemas.config.run import RunConfig
 from schemas.errors import RunError, RunTakenOverError, StoreError, WorkerLostError
+from schemas.placement import Device
 from schemas.step import PolicyHandle, RunEvent, RunHandle
 from tasks.operations import drop_superseded
 from tasks.stage import is_committed
@@ -170,12 +171,13 @@ async def _get_policy(run: RunHandle) -> PolicyHandle:
     return (await group.call("handle"))[0]
 
 
-def record_event(directory: RunDirectory, policy: PolicyHandle, reason: str = "") -> None:
+def record_event(directory: RunDirectory, policy: PolicyHandle, device: Device, reason: str = "") -> None:
     """Record in `metrics.jsonl` that the run is started or resumed or, for a `reason`, that its workers were restarted.
 
     Args:
         directory: The run.
         policy: The version from which it continues.
+        device: What its workers compute on.
         reason: Why its workers were restarted by a driver that went on.
     """
     from infra.engines.open import engine_versions  # not at the top: torch is imported with it
@@ -187,6 +189,7 @@ def record_event(directory: RunDirectory, policy: PolicyHandle, reason: str = ""
         time=time.time(),
         reason=reason,
         versions=installed_versions() | engine_versions(directory.config().rollout),
+        device=device,
     )
     directory.metrics.append_event(event)
 

@@ -45,7 +45,7 @@ from infra.stores.open import close_store, open_store
 from infra.workers.inputs import evaluation_digest, keep_rows, renew_inputs
 from infra.workers.launch import kill_workers, monitored_workers
 from infra.workers.nodes import check_nodes, leave_drained, wait_for_drain
-from infra.workers.placement import leave_node, living_nodes
+from infra.workers.placement import leave_node, living_nodes, wait_for_nodes
 from schemas.config.run import RunConfig
 from schemas.errors import (
     ChunkCorruptedError,
@@ -127,7 +127,7 @@ async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
 async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
     """Run the steps that a run still lacks, within the current flow run; see `train`."""
     connect(config.services)
-    device = _decide_device(config)
+    device = await _decide_device(config, run_id)
     directory = find_or_create_run(config, run_id)
     async with AsyncExitStack() as stack:
         for context in (driver_lock(directory), driver_log(directory), logs_in_prefect(), infrequent_gc()):
@@ -161,10 +161,18 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
             events.end(done, is_complete=done == config.steps)
 
 
-def _decide_device(config: RunConfig) -> Device:
-    """Return what the cluster's workers compute on, for which the engine is built, too."""
+async def _decide_device(config: RunConfig, run_id: str) -> Device:
+    """Return what the cluster's workers compute on, for which the engine is built, too.
+
+    A run that has started before waits for nodes in place of lost ones, and stays on GPUs unless its config says "cpu".
+    """
     from flows.preflight import check_cluster  # not at the top: torch is imported with it
 
+    if events := RunDirectory.at(config, run_id).metrics.events():
+        if events[-1].device == "cuda" and config.runtime.device == "auto":
+            config = config.replace(runtime=config.runtime.replace(device="cuda"))
+        if config.services.ray_address is not None:
+            await wait_for_nodes(run_id, config)
     return check_cluster(config)
 
 
@@ -349,7 +357,7 @@ async def _start(
         run = open_run(directory, run.config)
     await _start_workers(run)
     policy = await reconcile(run, directory)
-    record_event(directory, policy, reason)
+    record_event(directory, policy, cast(Device, run.config.runtime.device), reason)
     monitors.log_recorded(directory.metrics)
     return run, policy
 

@@ -11,7 +11,7 @@ from schemas.base import Frozen
 from schemas.batch import BatchHandle, ColumnGroup, EncodedInts, SafeName, StoreTraffic, StoreUsage
 from schemas.config.run import RunConfig
 from schemas.metrics import Metrics
-from schemas.placement import GpuPhase, PhaseMemory
+from schemas.placement import Device, GpuPhase, PhaseMemory
 from schemas.plan import StepPlan
 from schemas.rollout import FinishReason, PutResult, SourceResults
 from schemas.summary import LengthHistogram
@@ -211,6 +211,7 @@ class RunEvent(Frozen):
     time: float  # Unix time
     reason: str = ""  # of a restart; of a fork, its parent
     versions: dict[str, str] = Field(default_factory=dict)  # of Sluice and its main dependencies, by distribution
+    device: Device | None = None  # of the workers; None: of a fork, or earlier versions of Sluice didn't record it
 
 
 def mean_of(reports: Sequence[StepReport], metric: str) -> float | None:

@@ -72,7 +72,7 @@ async def place(run: RunHandle, role: Role, numbers: Sequence[int]) -> list[Plac
     """
     if not numbers:
         return []
-    if await _wait_for_nodes(run) == "cpu":
+    if await wait_for_nodes(run.run_id, run.config) == "cpu":
         return _place_on_cpu(run.config, role, numbers)
     group = _find_group(run.identity) or _create_group(run)
     bundles = {number: bundle for (other, number), bundle in bundle_numbers(run.config).items() if other == role}
@@ -165,17 +165,21 @@ def _create_group(run: RunHandle) -> PlacementGroup:
     return ray.util.placement_group(bundles, strategy="PACK", name=_group_name(run.identity), lifetime="detached")
 
 
-async def _wait_for_nodes(run: RunHandle) -> Device:
-    """Wait until the cluster has enough nodes: some may be gone since the run began; see `check_resources`."""
-    limit = run.config.timeouts.resource_seconds
+async def wait_for_nodes(run_id: str, config: RunConfig) -> Device:
+    """Return what the run's workers compute on, once the cluster has enough nodes: some may be gone since it began.
+
+    Raises:
+        ResourcesError: What `check_resources` raises is still so after `timeouts.resource_seconds`.
+    """
+    limit = config.timeouts.resource_seconds
     started = time.monotonic()
     while True:
         try:
-            return check_resources(run.config)
+            return check_resources(config)
         except ConfigError as error:
             if (waited := time.monotonic() - started) > limit:
                 raise ResourcesError(f"{error}; none came in timeouts.resource_seconds = {limit:g}") from error
-            _tell(run, waited, partial(str.format, "nodes: {}", error))
+            _tell(run_id, waited, partial(str.format, "nodes: {}", error))
         await asyncio.sleep(_POLL_SECONDS)
 
 
@@ -196,15 +200,15 @@ async def _wait_for_bundles(run: RunHandle, group: PlacementGroup, bundles: Sequ
                 f"no GPU for run {run.run_id} within timeouts.resource_seconds = {limit:g}: {_holders()}"
                 f"{_scattered(run.config)}; free some (sluice stop RUN), or add nodes"
             )
-        _tell(run, waited, lambda: f"{gpus_wanted(run.config)} GPUs: {_holders()}")
+        _tell(run.run_id, waited, lambda: f"{gpus_wanted(run.config)} GPUs: {_holders()}")
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def _tell(run: RunHandle, waited: float, what: Callable[[], str]) -> None:
+def _tell(run_id: str, waited: float, what: Callable[[], str]) -> None:
     """Say what the run has waited for during these seconds, unless it has just begun or was said recently."""
-    if waited > _PATIENCE_SECONDS and time.monotonic() > _next_line.get(run.run_id, 0):
-        _next_line[run.run_id] = time.monotonic() + _LINE_SECONDS
-        logger.warning("run %s waits for %s", run.run_id, what())
+    if waited > _PATIENCE_SECONDS and time.monotonic() > _next_line.get(run_id, 0):
+        _next_line[run_id] = time.monotonic() + _LINE_SECONDS
+        logger.warning("run %s waits for %s", run_id, what())
 
 
 def _holders() -> str:

@@ -12,6 +12,8 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
+from flows.recovery import record_event
+from flows.train import _decide_device
 from infra.ray import health
 from infra.ray.actors import call, create_actor, find_actor, kill_actors
 from infra.ray.health import run_owner
@@ -26,8 +28,8 @@ from infra.workers.nodes import check_nodes, leave_drained, wait_for_drain
 from infra.workers.placement import check_resources, place, release
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ResourcesError
-from schemas.step import RunHandle
-from tests.support.configs import placed_config
+from schemas.step import PolicyHandle, RunHandle
+from tests.support.configs import placed_config, run_config
 from tests.support.nodes import drain_node
 from tests.support.progress import wait_until
 
@@ -248,6 +250,33 @@ def test_a_lost_nodes_workers_wait_for_free_gpus_and_move(
         assert {worker: again[worker] for worker in found if worker != ("rollout", 2)} == {
             worker: where for worker, where in found.items() if worker != ("rollout", 2)
         }
+
+
+def test_a_run_that_began_on_gpus_waits_for_them_when_it_is_resumed(
+    tmp_path: Path, nodes: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = run_config(tmp_path, timeouts={"resource_seconds": 600}, services={"ray_address": "a.cluster:6379"})
+    joined = placement._living()
+    without = [node for node in joined if not node["Resources"].get("GPU")]
+    present = [without]
+    monkeypatch.setattr(placement, "_living", lambda: present[-1])
+    assert asyncio.run(_decide_device(config, "new")) == "cpu"
+    policy = PolicyHandle(run_id="resumed", version=0, incarnation="new")
+    record_event(RunDirectory.create(config, "resumed"), policy, "cuda")
+    impatient = config.replace(timeouts=config.timeouts.replace(resource_seconds=0))
+    with pytest.raises(ResourcesError, match=r"runtime\.device = 'cuda' needs \d+ GPUs .* cluster has 0.*none came in"):
+        asyncio.run(_decide_device(impatient, "resumed"))
+    alone = config.replace(services=config.services.replace(ray_address=None))
+    with pytest.raises(ConfigError, match=r"runtime\.device = 'cuda' needs \d+ GPUs .* cluster has 0"):
+        asyncio.run(_decide_device(alone, "resumed"))
+    on_cpu = config.replace(runtime=config.runtime.replace(device="cpu"))
+    assert asyncio.run(_decide_device(on_cpu, "resumed")) == "cpu"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: asyncio.run(_decide_device(config, "resumed")))
+        wait_until(lambda: "run resumed waits for nodes: " in caplog.text)
+        assert not waiting.done()
+        present.append(joined)
+        assert waiting.result() == "cuda"
 
 
 def test_a_drained_node_is_noticed_and_left(tmp_path: Path, nodes: list[Any], ray_cluster: Cluster) -> None:

@@ -181,7 +181,7 @@ def test_all_drained_nodes_are_left_and_the_loop_is_told_why(
     async def train(run: RunHandle, directory: RunDirectory, *arguments: Any) -> RunHandle:
         reasons.append(arguments[-1])
         if len(reasons) == 1:
-            flows.train.record_event(directory, await driver.reconcile())
+            flows.train.record_event(directory, await driver.reconcile(), "cpu")
             await asyncio.Event().wait()
         return run
 
