@@ -9,7 +9,7 @@ import pytest
 
 from infra.services.local import PREFECT_ENVIRONMENT
 from tests.support.deploy_commands import is_read, parse
-from tests.support.deploy_files import DEPLOY, compose, manifests, pinned, pod_templates
+from tests.support.deploy_files import DEPLOY, ROOT, SECRETS, compose, manifests, pinned, pod_templates
 from tests.unit.deploy.kubernetes import faults
 
 OBJECTS = manifests()
@@ -159,6 +159,15 @@ def test_the_job_s_commands_parse() -> None:
     assert (shell, option) == ("bash", "-c")
     (command,) = re.findall(r"exec (sluice .+)", script.replace("$RAY_ADDRESS", "10.0.0.1:6379"))
     assert parse(command.split())["resumes"]  # on a further cluster, wherever the config has its runs
+
+
+def test_documented_deployments_are_of_the_cluster_s_ray() -> None:
+    """Without its address, a run would start a Ray of its own in the driver's pod, which has no GPU."""
+    texts = [path.read_text() for path in (ROOT / "docs" / "cluster.md", *DEPLOY.glob("**/*.yaml"))]
+    found = re.findall(r"sluice deploy [^\n`]*", re.sub(r"\\\n#? *", " ", "\n".join(texts)))
+    heads = {f"services.ray_address={name}:6379" for name in (*compose(SECRETS)["services"], "sluice-head-svc")}
+    assert [parse(command.split())["pool"] for command in found] == ["sluice"] * 3
+    assert [len(heads & {*command.split()}) for command in found] == [1] * 3
 
 
 def variables() -> list[dict[str, Any]]:
