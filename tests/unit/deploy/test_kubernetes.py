@@ -46,7 +46,7 @@ def test_pods_mount_what_they_have() -> None:
     }
     for pod in PODS:
         volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", [])}
-        for container in pod["spec"]["containers"]:
+        for container in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())):
             assert (
                 {mount["name"] for mount in container["volumeMounts"]} <= volumes.keys() | templates
                 if "volumeMounts" in container
@@ -55,6 +55,15 @@ def test_pods_mount_what_they_have() -> None:
         assert {
             each["persistentVolumeClaim"]["claimName"] for each in volumes.values() if "persistentVolumeClaim" in each
         } <= claims
+
+
+def test_the_image_s_user_gets_the_mount() -> None:
+    (user,) = re.findall(r"useradd .*--uid (\d+) sluice", (DEPLOY / "Dockerfile").read_text())
+    (owner,) = OBJECTS["prefect.yaml Deployment prefect"]["spec"]["template"]["spec"]["initContainers"]
+    shell, option, script = owner["command"]
+    assert (shell, option) == ("sh", "-c")
+    assert script == f'[ "$(stat -c %u /data)" = {user} ] || chown {user}:{user} /data'
+    assert owner["volumeMounts"] == [{"name": "shared", "mountPath": "/data"}]  # the whole, no subPath
 
 
 def test_memory_is_bounded_and_shared_memory_is_within_it() -> None:
