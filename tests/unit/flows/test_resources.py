@@ -148,6 +148,17 @@ def test_an_engines_own_process_has_a_context_on_a_shared_gpu(plan: Callable[...
     assert CUDA_CONTEXT not in separate.workers[-1].parts  # a part of what a GPU is to be left
 
 
+def test_few_engines_for_many_ranks_are_warned_of(plan: Callable[..., Resources]) -> None:
+    many = ("kl.coef=0", "runtime.num_policy_ranks=16")
+    wait = "GPUs sample for 16 policy ranks, which wait for them; raise rollout.num_workers ="
+    assert plan(*many, "rollout.num_workers=3", cluster="19xH100").warnings == (f"3 {wait} 3",)
+    assert plan(*many, "rollout.num_workers=4", cluster="20xH100").warnings == ()
+    shared = (*many, "runtime.placement=colocated", "rollout.num_prompts=16")
+    assert plan(*shared, cluster="2x8xH100").warnings == (f"1 {wait} 1 to 16",)
+    assert plan(*shared, "rollout.num_workers=16", cluster="2x8xH100").warnings == ()
+    assert plan(*many, cluster=this_machine()).warnings == ()  # on a CPU, workers take turns
+
+
 def test_large_models_weights_are_those_of_their_shapes(plan: Callable[..., Resources]) -> None:
     resources = plan("model.path=large", "runtime.num_policy_ranks=8", cluster="9xH200")
     policy = resources.workers[0]
