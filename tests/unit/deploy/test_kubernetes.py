@@ -135,6 +135,11 @@ def test_no_other_pod_may_connect_and_ray_asks_for_a_token() -> None:
     admitted = [source["podSelector"]["matchLabels"] for rule in policy["ingress"] for source in rule["from"]]
     jobs = [name.split()[-1] for name in OBJECTS if " RayJob " in name]  # of each, another pod submits its command
     assert jobs
+    scraped = [
+        port["port"] for rule in policy["ingress"] if "prometheus" in str(rule["from"]) for port in rule["ports"]
+    ]
+    ports = [port for group in GROUPS for port in group["template"]["spec"]["containers"][0].get("ports", [])]
+    assert {port["containerPort"] for port in ports if port["name"] == "metrics"} == set(scraped)
     assert all({"batch.kubernetes.io/job-name": job} in admitted for job in jobs)
     assert all(pod["metadata"]["labels"].items() >= PART_OF.items() for pod in PODS)
     assert all(pod["spec"]["automountServiceAccountToken"] is False for pod in PODS)
