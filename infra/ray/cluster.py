@@ -54,12 +54,13 @@ def connect(address: str, *, py_modules: Sequence[str] = (), secrets: Collection
             logging_level=logging.WARNING,
             log_to_driver=False,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         raise ServiceError(f"can't connect to {address}: {' '.join(str(error).split())}") from None
-    except ray.exceptions.AuthenticationError as error:
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:  # with another token, Ray tells the first
+        reason = str(error).partition(". ")[0].rstrip(".")
         raise ServiceError(
-            f"can't connect to {address}: {error.message.partition('. ')[0].rstrip('.')}; set RAY_AUTH_MODE=token and "
-            "the cluster's RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) on each machine, or RAY_AUTH_MODE=disabled on all"
+            f"can't connect to {address}: {reason}; if Ray runs there, set RAY_AUTH_MODE=token and the cluster's "
+            "RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) on each machine, or RAY_AUTH_MODE=disabled on all"
         ) from None
     finally:
         signal.signal(signal.SIGTERM, handler)

@@ -73,7 +73,7 @@ def test_another_token_than_the_cluster_s_is_refused_with_what_to_set(services: 
     done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert f"can't connect to {services.ray_address}: " in done.stderr
-    assert "; set RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or " in done.stderr
+    assert "; if Ray runs there, set RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or " in done.stderr
 
 
 class OtherServer(BaseHTTPRequestHandler):

@@ -122,7 +122,7 @@ def test_a_driver_without_the_token_of_its_cluster_is_told_what_to_set(tmp_path:
         done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert f"can't connect to {address}: Token authentication is enabled but no auth" in done.stderr
-    assert "; set RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or " in done.stderr
+    assert "; if Ray runs there, set RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or " in done.stderr
 
 
 def test_a_model_folder_that_is_not_there(sluice: Command) -> None:
