@@ -1,6 +1,7 @@
 """The local Prefect server and Ray head: addresses, and how they are found again."""
 
 import asyncio
+import os
 import sqlite3
 import subprocess
 import sys
@@ -64,6 +65,15 @@ def test_running_services_are_found_again(services: LocalServices) -> None:
     url = services.prefect_api_url
     assert url is not None
     wait_until(lambda: prefect_responds(url))
+
+
+def test_another_token_than_the_cluster_s_is_refused_with_what_to_set(services: LocalServices) -> None:
+    command = [sys.executable, "-m", "flows.cli.main", "ps", "--address", str(services.ray_address)]
+    own = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x" * 32, "COLUMNS": "1000"}
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"can't connect to {services.ray_address}: " in done.stderr
+    assert "; if Ray runs there, set RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or " in done.stderr
 
 
 class OtherServer(BaseHTTPRequestHandler):

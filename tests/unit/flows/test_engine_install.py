@@ -146,7 +146,8 @@ def test_a_cuda_build_is_refused_before_anything_starts_on_a_machine_without_gpu
     assert find_vllm(rollout.python).device == "cuda"
     config = run_config(rollout=rollout.model_dump())
     advice = "but the installed vLLM is built for CUDA; install the other build: sluice engine install vllm --cpu"
-    with pytest.raises(ConfigError, match=f"^this machine, on which the run is alone, has no GPU, {advice}$"):
+    or_set = advice.replace("; ", "; set services.ray_address to a cluster with GPUs, or ")
+    with pytest.raises(ConfigError, match=f"^this machine, on which the run is alone, has no GPU, {or_set}$"):
         check_engine(config, rollout)
     elsewhere = config.replace(services=config.services.replace(ray_address="head:6379"))
     or_wait = advice.replace("; ", "; wait until its GPU nodes have joined, or ")
