@@ -42,7 +42,7 @@ def columns_of(trees: list[Tree], seed: int, vocab_size: int, *, same_prompt: bo
     """Return the rows of trees as a rollout stores them."""
     random = np.random.default_rng(seed)
     prompts, responses = [], []
-    tokens, bridges, parents = [], [], []
+    tokens, between, parents = [], [], []
     for prompt, turns in trees:
         prompt = trees[0][0] if same_prompt else prompt
         sizes = [(before if at else 0, own) for at, (before, own, _) in enumerate(turns)]
@@ -50,7 +50,7 @@ def columns_of(trees: list[Tree], seed: int, vocab_size: int, *, same_prompt: bo
         prompts.append(random.integers(vocab_size, size=prompt))
         responses.append(random.integers(vocab_size, size=sum(map(sum, sizes))))
         tokens.append([own for _, own in sizes])
-        bridges.append([*(before for before, _ in sizes[1:]), 0])
+        between.append([*(before for before, _ in sizes[1:]), 0])
         parents.append(
             [
                 -1,
@@ -64,7 +64,7 @@ def columns_of(trees: list[Tree], seed: int, vocab_size: int, *, same_prompt: bo
         prompts = [prompts[0]] * len(prompts)
     lists = dict(
         zip(
-            ("prompt_ids", "response_ids", *BRANCH_COLUMNS), (prompts, responses, tokens, bridges, parents), strict=True
+            ("prompt_ids", "response_ids", *BRANCH_COLUMNS), (prompts, responses, tokens, between, parents), strict=True
         )
     )
     return pa.record_batch({name: jagged([np.asarray(row, np.int32) for row in rows]) for name, rows in lists.items()})
@@ -241,7 +241,7 @@ def test_where_a_branch_begins_is_said(parent: int, expected: str) -> None:
 
 
 def drawn(after: list[int], texts: list[str] | None = None, max_turns: int = 99, **others: object) -> list[str]:
-    turns = [{"tokens": 1, "bridge_tokens": 2, "after": number, **others} for number in after]
+    turns = [{"tokens": 1, "environment_tokens": 2, "after": number, **others} for number in after]
     texts = texts or [""] * len(after)
     tree = tree_of(turns, texts, 1, is_trained="reward" in others, max_turns=max_turns)
     return tree.splitlines()
