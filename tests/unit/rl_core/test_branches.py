@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 
 from infra.history.row_tokens import MAX_NAME, tree_of, turns_of
 from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of, jagged, pairs_apart, row_lengths, unbranched
-from rl_core.padded import VERL, Geometry, unnest
+from rl_core.padded import VERL, unnest
 from rl_core.planning import plan_forward, plan_step
 from rl_core.planning.balance import QUADRATIC_COST, row_costs
 from rl_core.scoring import Branch, leak_probe, pack_row, packed_scores
 from rl_core.training.rows import packed_row
 from schemas.errors import ColumnError, PlanError, ScoringError
 from tests.unit.rl_core.gradients import gradients, relative_error
+from tests.unit.rl_core.padded_batches import never_padded
 from tests.unit.rl_core.test_shared_prompts import MODELS, TOLERANCES, model_of
 
 Tree = tuple[int, list[tuple[int, int, float]]]  # prompt tokens; of each turn, tokens before it and of it, and a parent
@@ -217,7 +218,7 @@ def test_rows_without_branches_have_these_parents() -> None:
 
 def test_rows_that_branch_have_no_padded_form() -> None:
     columns = columns_of([(4, [(0, 2, 1.0)]), (4, [(0, 2, 1.0), (1, 3, 0.5)])], 0, 9)
-    geometry = Geometry.canonical(columns, VERL, {"prompt": 4, "response": 9})
+    geometry = never_padded(columns, {"prompt": 4, "response": 9})
     with pytest.raises(ColumnError, match="row 1 branches, and so has no padded form"):
         unnest(columns, VERL, geometry, 0)
 
