@@ -214,15 +214,7 @@ class DecisionsFile:
 
 
 class StepFiles(Generic[Content]):
-    """One JSON file per step.
-
-    plans/step-000007.json
-
-    Args:
-        folder: The run's directory.
-        name: The files' folder.
-        content: What a file holds.
-    """
+    """One JSON file of a kind of content per step, such as `plans/step-000007.json` in the run's directory."""
 
     def __init__(self, folder: Folder, name: str, content: type[Content]) -> None:
         self._folder, self._name, self._format = folder, name, TypeAdapter(content)

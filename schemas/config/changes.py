@@ -1,11 +1,11 @@
 """Which settings may differ when a run is resumed, and digests of the settings that a stage's result depends on."""
 
-import hashlib
 import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+from schemas.base import digest_of
 from schemas.config.load import changed_keys, flat_values
 from schemas.config.run import RunConfig
 
@@ -109,7 +109,7 @@ def _digest(config: str, included: tuple[str, ...]) -> str:
         for key, value in flat_values(RunConfig.model_validate_json(config)).items()
         if _is_in(key, included) or not is_changeable(key)
     }
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+    return digest_of(json.dumps(values, sort_keys=True))
 
 
 def _is_in(key: str, names: Sequence[str]) -> bool:
