@@ -14,7 +14,7 @@ from infra.storage.identity import claim_identity
 from infra.storage.lineage import Fork, owner_of, save_fork
 from infra.storage.runs import RunDirectory, installed_versions
 from infra.workers.inputs import check_models, has_record, model_paths, record_inputs
-from schemas.config.changes import is_changeable
+from schemas.config.changes import is_changeable, measuring_changes
 from schemas.config.load import changed_keys, differences, override_config
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
@@ -110,7 +110,8 @@ def make_fork(fork: PlannedFork) -> None:
         save_fork(directory, fork.lineage)
         link_past(parent, directory, fork.lineage)
         write_version(fork.history, fork.start, checkpoints, directory.run_id)
-        directory.metrics.copy_from(parent.metrics, fork.step)
+        has_evals = not measuring_changes(parent.config(), fork.config)  # else it evaluates the same weights otherwise
+        directory.metrics.copy_from(parent.metrics, fork.step, with_evals=has_evals)
         directory.decisions.copy_from(parent.decisions, fork.step)
         directory.metrics.append_event(_event(fork))
         directory.ledger.create()

@@ -23,7 +23,7 @@ from schemas.errors import PipelineError, QueryError, RunError
 from schemas.step import EvalReport, RunSummary
 from tests.support.command import assert_rejected, make_command
 from tests.support.configs import config_toml
-from tests.support.sft import sft_toml, write_sums
+from tests.support.sft import MARKED, sft_toml, write_sums
 from tests.support.tiny import make_tiny_data, make_tiny_model
 
 TWO_STAGES = """
@@ -129,6 +129,19 @@ def test_a_plan_has_complete_configs_and_ids_of_its_runs(folder: Path) -> None:
             ("stages.grpo.set.data.eval_path=None", "stages.grpo.best=select 1"),
             ("stage grpo: the gate asks for its held-out accuracy",),
         ),
+        (
+            ("stages.sft.sweep={'sft.loss_on'=['assistant','all']}", "stages.sft.set.data.eval_path=rows.jsonl"),
+            ("stage sft: ", "differ in sft.loss_on, on", "stages.sft.best"),
+        ),
+        (
+            ("stages.sft.sweep={'model.path'=['model','other']}", "stages.sft.set.data.eval_path=rows.jsonl"),
+            ("stage sft: ", "differ in model.path, on"),
+        ),
+        (
+            ("stages.grpo.sweep={'reward.kind'=['exact','numeric'],seed=[0,1]}",),
+            ("stage grpo: ", "differ in reward.absolute_tolerance, reward.kind,", "stages.grpo.best"),
+        ),
+        (("stages.grpo.sweep={'rollout.max_response_tokens'=[8,9]}",), ("or eval.max_response_tokens",)),
         (("stages.grpo.set.services.dir=other",), ("the same services", "services.dir")),
         (("stages.grpo.max_runs=2", "set.runtime.tracing=true"), ("stage grpo: max_runs = 2", "runtime.tracing")),
         (("gate.data_path=absent.jsonl",), ("gate.data_path: ", "absent.jsonl")),
@@ -146,7 +159,9 @@ def test_bad_input_is_refused_before_anything_starts(
     overrides: tuple[str, ...],
     parts: tuple[str, ...],
 ) -> None:
-    make_tiny_model(folder / "model")
+    for name in ("model", "other"):
+        make_tiny_model(folder / name)
+    (folder / "other/chat_template.jinja").write_text(MARKED)
     make_tiny_data(folder / "train.parquet", 4)
     make_tiny_data(folder / "eval.parquet", 4)
     write_sums(folder)
@@ -306,6 +321,24 @@ def test_a_sweep_whose_runs_are_evaluated_otherwise_is_refused(
         changed = command("pipeline", "pipe.toml", "--id", "one", "set.eval.num_prompts=2", "gate.data_path=absent")
         refused = "runs one-grpo-1 and one-grpo-2 can't be compared" if number == 0 else "absent: no such file"
         assert_rejected(changed, refused)
+
+
+def test_a_sweep_over_what_is_measured_has_a_query_or_was_begun_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_model(folder / "model")
+    for name in ("train.parquet", "eval.parquet"):
+        make_tiny_data(folder / name, 4)
+    (folder / "pipe.toml").write_text(TWO_RUNS)
+    command, swept = make_command(monkeypatch, capsys), "stages.grpo.sweep={reward={kind=['exact','numeric']}}"
+    passed = "gate.data_path: absent: no such file"  # the next thing that is checked
+    overrides = (swept, "gate.data_path=absent")
+    assert_rejected(command("pipeline", "pipe.toml", *overrides), "reward.kind, on which the figures")
+    assert_rejected(command("pipeline", "pipe.toml", *overrides, "stages.grpo.best=select run_id from runs"), passed)
+    begun = planned(swept)
+    begun.folder.mkdir(parents=True)
+    (begun.folder / "pipeline.json").write_text(begun.model_dump_json())
+    assert_rejected(command("pipeline", "pipe.toml", "--id", "one", *overrides), passed)
 
 
 def test_a_gate_s_query_must_be_true_or_false(folder: Path) -> None:

@@ -89,7 +89,15 @@ FOR_A_NEW_RUN = {
         "rollout.top_k",
         "rollout.min_p",
     ),
-    *("sft.num_rows", "sft.max_tokens", "loss.kind", "loss.aggregation", "loss.norm_tokens"),
+    *(
+        "sft.loss_on",
+        "sft.tools",
+        "sft.num_rows",
+        "sft.max_tokens",
+        "loss.kind",
+        "loss.aggregation",
+        "loss.norm_tokens",
+    ),
     *(f"environment.{name}" for name in ("kind", "tools", "path", "arguments", "parser", "command", "grader")),
     *(
         "environment.drops_reasoning",
