@@ -223,7 +223,13 @@ def _forks_panel(directory: RunDirectory, known: Tournament, names: Sequence[str
     charts: list[Chart] = [line_chart("reward", rewards)]
     if any(line.x for line in accuracies):
         charts.append(line_chart("held-out accuracy", accuracies))
-    return Panel("Forks", "Each is a run of its own. Steps are counted from 1.", charts=charts)
+    text = "Each is a run of its own. Steps are counted from 1."
+    configs = method_configs(directory, [known.methods[name] for name in names]).values()
+    if known.keeps_rates and any(config.optim.schedule != "constant" for config in configs):
+        text += (
+            f" With a decaying optim.schedule, a fork keeps the learning rate that the run has after step {known.at}."
+        )
+    return Panel("Forks", text, charts=charts)
 
 
 def _methods_panel(directory: RunDirectory, known: Tournament, names: Sequence[str]) -> Panel:

@@ -79,6 +79,7 @@ FOR_A_NEW_RUN = {
         "model.path",
         "optim.kind",
         "optim.lr",
+        "optim.schedule",
         "optim.updates_per_step",
     ),
     *(
