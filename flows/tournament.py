@@ -325,7 +325,7 @@ async def hold_tournament(run_id: str, runs_dir: str, name: str, methods: tuple[
     What a fork has done already isn't repeated: the flow can be run again after any interruption.
 
     Raises:
-        RunError: A fork stopped for a reason that is not its method's; or no fork could go on.
+        RunError: A fork stopped for a reason that is not its method's, or was changed; or no fork could go on.
     """
     directory = RunDirectory.open(run_id, runs_dir)
     halving = _halve(directory, open_tournament(directory, name, ()), methods)
@@ -347,6 +347,13 @@ async def _halve(directory: RunDirectory, tournament: Tournament, methods: Seque
                 tournament.save(directory)
         if error := next((each for each in outcomes if isinstance(each, BaseException)), None):
             raise error
+        for method in going:
+            if not (tournament.methods[method].failure or is_trained(forks[method], stop)):
+                raise RunError(
+                    f"run {forks[method].run_id}, a fork of the tournament, has {forks[method].metrics.num_steps()} of "
+                    f"{stop} steps, or not the evaluation after them, although it was trained: another process has "
+                    "changed it; once that has ended, the same command goes on"
+                )
         rounds.append(rank([_standing(tournament, each, forks[each], stop) for each in going], stop))
         going = tuple(standing.method for standing in rounds[-1].standings[: rounds[-1].num_kept])
     return tuple(rounds)

@@ -96,14 +96,19 @@ def make_fork(fork: PlannedFork) -> None:
     """Make a fork. One that is interrupted leaves no run, as `config.json` is written last.
 
     Raises:
-        RunError: Another process makes it, or `checkpoint.url` or `store.url` holds what another run of its id has
-            written.
+        RunError: Another process makes it, or has made it meanwhile, or `checkpoint.url` or `store.url` holds what
+            another run of its id has written.
         PipelineError: What the workers raise, if updates have to be repeated.
     """
     parent, directory = fork.parent, fork.directory
     if directory.is_local:
         directory.path.mkdir(parents=True, exist_ok=True)
     with driver_lock(directory):
+        if directory.exists:
+            raise RunError(
+                f"run {directory.run_id} was made by another process meanwhile, and is left as it is; start the same "
+                "command again, which goes on with it, or says how"
+            )
         claim_identity(directory, fork.config)  # first: what is removed must be its own
         checkpoints = open_checkpoints(directory, fork.config.checkpoint)
         checkpoints.remove_all()  # of a fork that was interrupted

@@ -164,6 +164,16 @@ def test_a_fork_that_is_begun_again_has_nothing_of_before(parent: RunDirectory) 
     assert open_run_columns(fork).steps() == [2, 3]
 
 
+def test_a_fork_that_was_made_meanwhile_stays(parent: RunDirectory) -> None:
+    planned = plan_fork(parent, 4, "fork", overrides=["steps=9"])
+    fork = fork_of(parent, 4, "fork")  # by another process
+    go_on(fork, 4)
+    with pytest.raises(RunError, match="run fork was made by another process meanwhile, and is left as it is"):
+        make_fork(planned)
+    assert fork.metrics.num_steps() == 5
+    assert open_checkpoints(fork, fork.config().checkpoint).complete_versions() == [4, 5]
+
+
 def test_a_fork_removes_nothing_of_another_run_of_its_id(parent: RunDirectory) -> None:
     shared = f"checkpoint.url={Path.cwd()}/bucket"
     fork = fork_of(parent, 4, "fork", shared)

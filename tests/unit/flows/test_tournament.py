@@ -1,19 +1,34 @@
 """What takes part in a `sluice tournament`, what it refuses on one line, and how it ranks forks."""
 
+import asyncio
 import json
+import os
 import shutil
+from contextlib import nullcontext
 from math import cos, pi
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from flows import tournament
 from flows.configs import CONFIGS, find_config
 from flows.replay.fork import make_fork
 from flows.replay.replay import StepFigures
-from flows.tournament import Standing, Tournament, final_order, open_tournament, parse_methods, plan_forks, rank
+from flows.tournament import (
+    Standing,
+    Tournament,
+    final_order,
+    open_tournament,
+    parse_methods,
+    plan_forks,
+    rank,
+    train_fork,
+)
 from infra.checkpoints import open_checkpoints
 from infra.history.past_weights import History
 from infra.history.weights import LogprobShift, UpdateChange
+from infra.storage.driver_lock import file_lock
 from infra.storage.lineage import Fork, save_fork
 from infra.storage.runs import RunDirectory
 from rl_core.training.optimizer import learning_rate
@@ -165,6 +180,25 @@ def test_a_run_that_is_no_fork_of_the_tournament_is_left_alone(sluice: Command) 
             plan_forks(directory, known, ["slow"])
     save_fork(other, Fork(parent=directory.url, run_id="demo", step=2, changes={}))
     assert plan_forks(directory, known, ["slow"]) == []
+
+
+def test_a_fork_that_was_changed_meanwhile_is_not_ranked(sluice: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, methods = RunDirectory("runs/demo"), parse_methods(["slow:optim.lr=1e-7"])
+    known = open_tournament(directory, "t", methods, at=2)
+    for fork in plan_forks(directory, known, ["own", "slow"]):
+        make_fork(fork)
+    monkeypatch.setattr(tournament, "CHILD", "pass")  # ends well, and the steps are gone
+    monkeypatch.setattr(tournament, "hold_pool", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(tournament, "train_fork", SimpleNamespace(named=lambda _, task=train_fork: task.fn))
+    with pytest.raises(RunError, match="run demo-t-own, a fork of the tournament, has 2 of 12 steps"):
+        asyncio.run(tournament._halve(directory, known, ["own", "slow"]))
+
+
+def test_one_process_holds_a_tournament(sluice: Command) -> None:
+    with file_lock(Path("runs/demo/tournament-t.lock"), "it", "wait"):
+        refused = f"tournament t of run demo is being driven by process {os.getpid()} on "
+        assert_rejected(sluice("tournament", "demo", "cispo"), refused, "--name begins another")
+        assert not Path("runs/demo/tournament-t.json").exists()
 
 
 def test_half_of_the_forks_go_on_by_accuracy_then_reward() -> None:
