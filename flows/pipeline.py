@@ -108,13 +108,18 @@ async def _run_stage(plan: PipelinePlan, name: str, turn: Turn) -> PlannedRun:
     from flows.export import export_as_asset  # not at the top: torch is imported with it
 
     logger, runs, out = get_run_logger(), plan.runs[name], plan.model_of(name)
+    folder, chosen = open_folder(str(plan.folder)), f"{name}.best"
     if out.exists():
         logger.info("stage %s is finished: %s", name, out)
+        found = folder.read(chosen)  # earlier versions of Sluice wrote none
+        if recorded := [run for run in runs if run.run_id.encode() == found]:
+            return recorded[0]
         return await asyncio.to_thread(_find_best, plan.config.stages[name], runs)
     await _train_all(plan, name, turn)
     best = await asyncio.to_thread(_find_best, plan.config.stages[name], runs)
     if len(runs) > 1:
         logger.info("stage %s: the best run is %s: %s", name, best, best.last_evaluation() or "by the query")
+        folder.write(chosen, best.run_id.encode())  # before the model, whose run it is, whatever becomes of the others
     for left in out.parent.glob(f".{out.name}-*"):  # of an export that was killed
         shutil.rmtree(left)
     dtype = plan.config.export.dtype if name == plan.config.last_stage else None

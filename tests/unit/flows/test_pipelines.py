@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import shutil
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.pipeline import _accuracies, _failures, _find_best, run_stages
+from flows.pipeline import _accuracies, _failures, _find_best, _run_stage, run_stages
 from flows.pipeline_plan import PipelinePlan, _check_unchanged, load_pipeline, plan_pipeline
 from flows.recovery import find_or_create_run
 from infra.storage.driver_lock import file_lock
@@ -196,6 +197,32 @@ def test_the_best_run_is_that_of_the_best_evaluation_at_the_end_or_of_the_query(
         _find_best(stage.replace(best="select 'one-grpo-4'"), runs)
     with pytest.raises(QueryError, match="expected one value, got 3 rows of 1 columns"):
         _find_best(stage.replace(best="select run_id from runs"), runs)
+
+
+def test_a_stage_s_model_stays_that_of_the_run_it_was_written_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("stages.grpo.sweep={seed=[0,1]}")
+    runs = plan.runs["grpo"]
+    for run, accuracy in zip(runs, (0.7, 0.3), strict=True):
+        finish(run.directory, plan, (0.1, accuracy))
+    plan.folder.mkdir(parents=True)
+
+    async def export(directory: RunDirectory, out: Path, **_: object) -> None:
+        assert directory.run_id == runs[0].run_id
+        out.mkdir()
+
+    monkeypatch.setattr("flows.export.export_as_asset", export)
+    monkeypatch.setattr("flows.pipeline.get_run_logger", logging.getLogger)
+    run_stage = partial(_run_stage, plan, "grpo", lambda _: nullcontext())
+    assert asyncio.run(run_stage()) == runs[0]
+    last = runs[1].last_evaluation()
+    assert last is not None
+    runs[1].directory.metrics.append_eval(last.replace(accuracy=0.9))  # as of a run that is trained further by hand
+    assert asyncio.run(run_stage()) == runs[0]
+    shutil.rmtree("runs")
+    assert asyncio.run(run_stage()) == runs[0]
+    (plan.folder / "grpo.best").unlink()  # as in a pipeline of an earlier version of Sluice
+    with pytest.raises(PipelineError, match="all runs of the sweep have diverged"):
+        asyncio.run(run_stage())
 
 
 @pytest.mark.parametrize(
