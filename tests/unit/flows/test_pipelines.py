@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
 from functools import partial
 from math import nan
@@ -14,13 +15,21 @@ from types import SimpleNamespace
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.pipeline import _accuracies, _failures, _find_best, _run_stage, run_stages
-from flows.pipeline_plan import PipelinePlan, _check_unchanged, load_pipeline, plan_pipeline
+from flows.pipeline import _accuracies, _failures, _find_best, _run_stage, _train_all, run_stages
+from flows.pipeline_plan import PipelinePlan, PlannedRun, _check_unchanged, load_pipeline, plan_pipeline
 from flows.recovery import find_or_create_run
 from infra.storage.driver_lock import file_lock
 from infra.storage.runs import RunDirectory
 from infra.workers.inputs import evaluation_digest
-from schemas.errors import PipelineError, QueryError, RunError
+from schemas.errors import (
+    GpuMemoryError,
+    NonFiniteError,
+    PipelineError,
+    PlanError,
+    QueryError,
+    RewardFailureError,
+    RunError,
+)
 from schemas.step import EvalReport, RunSummary
 from tests.support.command import assert_rejected, make_command
 from tests.support.configs import config_toml
@@ -181,7 +190,7 @@ def test_the_link_to_the_promoted_model_replaces_nothing_else(
 def test_the_best_run_is_that_of_the_best_evaluation_at_the_end_or_of_the_query(folder: Path) -> None:
     plan = planned()
     runs, stage = plan.runs["grpo"], plan.config.stages["grpo"]
-    with pytest.raises(PipelineError, match="all runs of the sweep have diverged"):
+    with pytest.raises(PipelineError, match="no run of the sweep is finished, of one-grpo-1"):
         _find_best(stage, runs)
     for run, accuracies in zip(runs, ((0.9, 0.3), (0.1, 0.7), (0.0, 0.7)), strict=False):  # the fourth has diverged
         finish(run.directory, plan, accuracies)
@@ -197,6 +206,49 @@ def test_the_best_run_is_that_of_the_best_evaluation_at_the_end_or_of_the_query(
         _find_best(stage.replace(best="select 'one-grpo-4'"), runs)
     with pytest.raises(QueryError, match="expected one value, got 3 rows of 1 columns"):
         _find_best(stage.replace(best="select run_id from runs"), runs)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_left_out"),
+    [
+        (PlanError("nothing to train on"), True),
+        (GpuMemoryError("too little"), True),
+        (NonFiniteError("the loss"), True),
+        (RewardFailureError("the judge is away"), False),
+    ],
+)
+def test_a_run_of_a_sweep_that_stops_leaves_the_others_to_their_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: PipelineError, is_left_out: bool
+) -> None:
+    plan = planned("stages.grpo.sweep={seed=[0,1,2]}", "stages.grpo.max_runs=2")
+    plan.folder.mkdir(parents=True)
+    runs, trained, has_failed = plan.runs["grpo"], list[str](), asyncio.Event()
+
+    def train_flow(run: PlannedRun) -> Callable[..., Coroutine[None, None, None]]:
+        async def train(*_: object) -> None:
+            if run == runs[0]:
+                has_failed.set()
+                raise error
+            await has_failed.wait()
+            await asyncio.sleep(0)  # in which it would be cancelled
+            trained.append(run.run_id)
+            finish(run.directory, plan, (0.1, 0.7))
+
+        return train
+
+    monkeypatch.setattr("flows.pipeline._train_flow", train_flow)
+    monkeypatch.setattr("flows.pipeline.get_run_logger", logging.getLogger)
+    train_all = partial(_train_all, plan, "grpo", lambda _: nullcontext())
+    diverged = plan.folder / "one-grpo-1.diverged"
+    for _ in range(2):
+        with nullcontext() if is_left_out else pytest.raises(type(error), match=str(error)):
+            asyncio.run(train_all())
+        assert trained == ["one-grpo-2", "one-grpo-3"]
+        assert diverged.exists() == is_left_out
+    if not is_left_out:
+        diverged.write_text("by hand")
+    asyncio.run(train_all())
+    assert _find_best(plan.config.stages["grpo"], runs) == runs[1]
 
 
 def test_a_stage_s_model_stays_that_of_the_run_it_was_written_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +273,7 @@ def test_a_stage_s_model_stays_that_of_the_run_it_was_written_of(folder: Path, m
     shutil.rmtree("runs")
     assert asyncio.run(run_stage()) == runs[0]
     (plan.folder / "grpo.best").unlink()  # as in a pipeline of an earlier version of Sluice
-    with pytest.raises(PipelineError, match="all runs of the sweep have diverged"):
+    with pytest.raises(PipelineError, match="no run of the sweep is finished, of one-grpo-1"):
         asyncio.run(run_stage())
 
 
