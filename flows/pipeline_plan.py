@@ -112,9 +112,15 @@ def plan_pipeline(config: PipelineConfig, pipeline_id: str) -> PipelinePlan:
     """Return the plan of a pipeline: the configs of all runs, which are read from their files.
 
     Raises:
-        ConfigError: A config is refused, lacks what the pipeline needs of it, or the services of two runs differ.
+        ConfigError: A config is refused, lacks what the pipeline needs of it, or the services of two runs differ; or
+            the id is the name of the link to the promoted model.
         RunError: The id is not the name of a folder.
     """
+    if pipeline_id == CURRENT:
+        raise ConfigError(
+            f"a pipeline can't have the id {CURRENT}: {config.folder}/{CURRENT} is to link to the promoted model; "
+            "choose another --id"
+        )
     runs = {}
     for name, stage in config.stages.items():
         made = [_run_config(config, pipeline_id, name, changes) for changes in stage.combinations()]

@@ -159,6 +159,7 @@ def test_a_plan_has_complete_configs_and_ids_of_its_runs(folder: Path) -> None:
         (("export.folder=s3://bucket/models",), ("export.folder", "is a URL")),
         (("export.dtype=int8",), ("export.dtype", "bfloat16")),
         (("stages.grpo.set.data.train_path=absent.jsonl",), ("stage grpo: ", "absent.jsonl")),
+        (("--id", "current"), ("can't have the id current", "choose another --id")),
         (("--id", "a/b"), ("'a/b-sft' is not a safe name",)),
     ],
 )
