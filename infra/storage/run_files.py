@@ -102,13 +102,13 @@ class MetricsFile:
         """Return when the last line was written, Unix time; None if there is none."""
         return self._lines.modified()
 
-    def copy_from(self, source: "MetricsFile", num_steps: int) -> None:
+    def copy_from(self, source: "MetricsFile", num_steps: int, *, with_evals: bool = True) -> None:
         """Replace all reports by another run's: of its first `num_steps` steps, and of evaluations up to their end."""
         rows = (
             row
             for row in source._rows()
             if (row["kind"] == "step" and row["step"] < num_steps)
-            or (row["kind"] == "eval" and row["policy_version"] <= num_steps)
+            or (with_evals and row["kind"] == "eval" and row["policy_version"] <= num_steps)
         )
         self._lines.replace(json.dumps(row) + "\n" for row in rows)
 

@@ -75,6 +75,7 @@ FOR_A_NEW_RUN = {
         "model.path",
         "optim.kind",
         "optim.lr",
+        "optim.schedule",
         "optim.updates_per_step",
     ),
     *(
@@ -85,7 +86,15 @@ FOR_A_NEW_RUN = {
         "rollout.top_k",
         "rollout.min_p",
     ),
-    *("sft.num_rows", "sft.max_tokens", "loss.kind", "loss.aggregation", "loss.norm_tokens"),
+    *(
+        "sft.loss_on",
+        "sft.tools",
+        "sft.num_rows",
+        "sft.max_tokens",
+        "loss.kind",
+        "loss.aggregation",
+        "loss.norm_tokens",
+    ),
     *(f"environment.{name}" for name in ("kind", "tools", "path", "arguments", "parser", "command", "grader")),
     *(
         "environment.drops_reasoning",
