@@ -213,7 +213,7 @@ def test_its_last_words_are_in_the_error(folder: Path) -> None:
 def test_a_run_trains_with_it_and_outlives_its_program_and_one_that_does_not_start_again(
     workplace: Workplace, tmp_path: Path
 ) -> None:
-    """It starts its program again; without memory for that, it has all its restarts. Then it is listed, and stopped."""
+    """Another worker starts it; without memory for that, the run has all its restarts. Last, it is stopped."""
     run, python = workplace.run("own"), counting_python(tmp_path, sys.executable)
     program, memory = tmp_path / "doomed.py", tmp_path / "doomed.py.memory"
     program.write_text(DOOMED)
@@ -232,7 +232,8 @@ def test_a_run_trains_with_it_and_outlives_its_program_and_one_that_does_not_sta
     assert worker.pid in starts
     assert len(starts) == len({*starts}) == 3  # the driver's check, the worker and its successor
     memory.unlink()
-    for child in children_running(str(program), worker):
+    (successor,) = workplace.find_workers("RolloutWorker")
+    for child in children_running(str(program), successor):
         child.kill()
     driver.wait_for(lambda: "(restart 2)" in driver.printed)  # the first ended as no worker could start
     memory.touch()
