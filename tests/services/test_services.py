@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Barrier, Thread
@@ -32,6 +33,7 @@ from flows.ui.reporter import delete_old_steps
 from infra.services import local
 from infra.services.local import LocalServices, prefect_responds
 from infra.services.processes import process_tree
+from tests.support.command import make_command
 from tests.support.progress import wait_until
 from tests.support.workplace import Workplace
 
@@ -264,15 +266,22 @@ try:
         assert ray.get_runtime_context().gcs_address == services.ray_address != first
     finally:
         other.stop()
-finally:
+except BaseException:
     services.stop()
+    raise
 """
 
 
-def test_a_process_is_connected_to_the_cluster_that_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.command("down")
+def test_a_process_is_connected_to_the_cluster_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """After its cluster is gone, to another one; but one that its own code has connected it to is left alone."""
+    down = partial(make_command(monkeypatch, capsys), "down", "--services-dir", str(tmp_path / "one"))
     command = [sys.executable, "-c", CONNECT, str(tmp_path / "one"), str(tmp_path / "other")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("this process has connected itself to Ray at 127.0.0.1:") == 2
     assert "again 7" in done.stdout
+    assert down() == (0, "stopped: ray\n", "")  # which the process has left running
+    assert down() == (0, "no local service was running\n", "")

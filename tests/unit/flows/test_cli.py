@@ -211,6 +211,7 @@ def test_nothing_was_started_or_left(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.command("data")
 def test_data_that_is_held_out_stays_out(sluice: Command, folder: Path) -> None:
     from infra.datasets import load_prompts
     from infra.models.load import load_tokenizer
