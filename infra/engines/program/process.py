@@ -31,7 +31,6 @@ MAX_WORDS = 200  # characters of them, in an error of one line
 ITEMSIZES: dict[EngineDtype, int] = {"float32": 4, "bfloat16": 2}
 CHECK_SECONDS = 1.0  # between two looks at whether it lives
 GRACE_SECONDS = 5.0  # to end by itself, once its connection is closed
-MARK = "SLUICE_ENGINE"  # the variable by which what it has started is found
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +100,7 @@ class EngineProcess:
                 stdout=write,
                 stderr=write,
                 pass_fds=(theirs.fileno(),),
-                env={**variables, MARK: self._mark},
-                process_group=0,
+                env={**variables, lifeline.MARK: self._mark},
             )
         except OSError:
             self._connection.close()
@@ -291,7 +289,7 @@ class EngineProcess:
                 self._connection.shutdown(socket.SHUT_RDWR)
             has_ended = dies_within(self.pid, grace_seconds)
             self._ended = kill_group(self._process)
-            kill_marked(f"{MARK}={self._mark}")
+            kill_marked(f"{lifeline.MARK}={self._mark}")
             self._was_killed = has_ended and self._process.wait() < 0
             self._reader.join(GRACE_SECONDS)
             self._connection.close()
