@@ -1,6 +1,7 @@
 """vLLM with two tensor-parallel ranks, each a process: what its engine returns, and that no process is left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,6 +48,7 @@ from tests.support.engine_checks import (
 )
 from tests.support.odd_engine import shared_by
 from tests.support.progress import wait_until
+from tests.support.site_on_loopback import run_with_shared_memory
 from tests.support.tiny import make_tiny_model
 from tests.support.weight_tensors import bucket_of, load_state
 
@@ -69,6 +71,30 @@ if __name__ == "__main__":
     pids = [child.pid for child in psutil.Process().children(recursive=True)]
     print(*pids, *shared_by(*pids), flush=True)
     sys.stdin.read()
+"""
+FULL = """
+import sys
+from infra.engines.base import EngineModel, Sampling, generate_all
+from infra.engines.vllm.start import open_vllm
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import VllmRollout
+from schemas.errors import ConfigError, EngineLostError
+from tests.support.engine_checks import PROMPTS, request
+if __name__ == "__main__":
+    rollout = VllmRollout(python=sys.argv[2], cache_bytes=2**22, tensor_parallel=2)
+    try:
+        engine = open_vllm(rollout, EngineModel(ModelConfig(path=sys.argv[1]), 128))
+        with open("/dev/shm/rest", "wb", buffering=0) as file:
+            while file.write(bytes(4096)) == 4096:
+                pass
+    except OSError:
+        pass
+    except ConfigError as error:
+        sys.exit(print(error))
+    try:
+        generate_all(engine, [request(PROMPTS[1], *range(20))], Sampling(50))
+    except EngineLostError as error:
+        print(str(error).splitlines()[0])
 """
 
 
@@ -228,6 +254,24 @@ def test_diverged_weights_raise(plain: ProgramEngine, model: PreTrainedModel) ->
     load_state(plain, {name: torch.full_like(each, torch.nan) for name, each in model.named_parameters()}, version=1)
     with pytest.raises(NonFiniteError, match="diverged"):  # and leaves such values in vLLM's cache
         generate_all(plain, [request(PROMPTS[0], 1, 2)], Sampling(4))
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (
+            "64m",
+            r"can't run the model .*Insufficient space in /dev/shm .*; /dev/shm has \d+ of 64 MiB free: enlarge",
+        ),
+        ("300m", r"vLLM's process \d+ is lost.*; /dev/shm has \d of 300 MiB free: enlarge it \(for Docker: --shm-size"),
+    ],
+)
+def test_too_little_shared_memory_is_named_in_one_line_at_the_start_and_later(
+    folder: Path, size: str, said: str
+) -> None:
+    printed = run_with_shared_memory(size, [sys.executable, "-c", FULL, str(folder), ENGINE_PYTHON])
+    assert re.search(said, printed), printed
+    assert printed.count("\n") == 1
 
 
 def test_ranks_end_with_a_killed_host_and_leave_no_shared_memory(folder: Path) -> None:

@@ -21,7 +21,8 @@ def open_odd_engine(seconds: float = 600, **behaviour: str) -> Any:
     Args:
         seconds: How long a call may take.
         behaviour: By call: "raise TEXT", "die TEXT", "killed TEXT", "hang", "half" of an answer, "garbage",
-            "print TEXT", "leave" a process in another session, "share" memory, or what it answers, in JSON.
+            "print TEXT", "leave" a process in another session, "share" memory, "overfill" it, or
+            what it answers, in JSON.
     """
     from infra.engines.program.process import EngineProcess
 
@@ -70,8 +71,11 @@ class OddEngine:
                 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
                 return {"child": child.pid}, []
             if what == "share":
-                self._shared = SharedMemory(create=True, size=2**20), get_context("spawn").Lock()
+                self._segment, self._lock = SharedMemory(create=True, size=2**20), get_context("spawn").Lock()
                 return {"shared": shared_by(os.getpid())}, []
+            if what == "overfill":
+                self._segment = SharedMemory(create=True, size=2**23)
+                self._segment.buf[:] = bytes(2**23)
             if what == "garbage":
                 os.write(int(sys.argv[1]), b"\0\0\0\4oops")
             if what == "print":

@@ -1,6 +1,7 @@
 """The process of an engine's program: what it answers, and what becomes of one that misbehaves."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from infra.engines.vllm.installation import PROGRAM
 from schemas.errors import EngineLostError, WorkerLostError
 from tests.support.odd_engine import BEHAVIOUR, ODD, open_odd_engine
 from tests.support.progress import wait_until
+from tests.support.site_on_loopback import run_with_shared_memory
 
 HOST = """
 import sys
@@ -23,7 +25,14 @@ process = open_odd_engine(open="share")
 print(process.pid, *process.call("open")[0]["shared"], flush=True)
 sys.stdin.read()
 """
-
+FULL = """
+from tests.support.odd_engine import open_odd_engine
+process = open_odd_engine(step="overfill")
+try:
+    process.call("step")
+except Exception as error:
+    print(type(error).__name__, str(error).split("\\n")[0])
+"""
 NUM_SHARED = 2  # a segment and a semaphore
 
 
@@ -142,6 +151,12 @@ def test_however_it_ends_it_leaves_no_shared_memory(way: str) -> None:
             process.call("step")
         assert "shared_memory" not in str(caught.value)  # which is removed without a word
     assert not any(map(os.path.exists, shared))
+
+
+def test_one_that_shared_memory_has_no_space_for_says_so_in_its_first_line() -> None:
+    said = run_with_shared_memory("4m", [sys.executable, "-c", FULL])
+    advice = r"; /dev/shm has [0-4] of 4 MiB free: enlarge it \(for Docker: --shm-size; docs/cluster.md\)"
+    assert re.fullmatch(rf"EngineLostError .* is lost: signal 7 \(Bus error\){advice}.*\n", said), said
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
