@@ -52,6 +52,7 @@ def kill_group(process: "subprocess.Popen[bytes]", grace_seconds: float = 0.0) -
     dies_within(process.pid, grace_seconds)
     with suppress(ProcessLookupError):  # it is not reaped yet, so its group id can't have been reused
         os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # if it doesn't lead its group yet
     try:
         code = process.wait(KILL_SECONDS)
     except subprocess.TimeoutExpired:  # it is in the kernel, such as in a driver's or a lost file system's call

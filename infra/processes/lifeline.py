@@ -2,8 +2,8 @@
 
 A process gets it as standard input, and moves it away, so that what reads standard input finds its end.
 
-As a program, `python lifeline.py PROGRAM ARGUMENT ...`, it runs another program that ends with its parent, too. It
-needs the standard library only, so that it runs in any interpreter.
+As a program, `python lifeline.py PROGRAM ARGUMENT ...`, it runs another program that ends with its parent, too, and
+whose shared memory is then gone. It needs the standard library only, so that it runs in any interpreter.
 """
 
 import fcntl
@@ -14,6 +14,7 @@ import signal
 import sys
 
 STANDARD_INPUT = 0
+MARK = "SLUICE_ENGINE"  # the variable by which what a program has started is found, and killed
 
 
 def end_with_parent(*, with_programs: bool = False) -> None:
@@ -42,7 +43,25 @@ def end_with_parent(*, with_programs: bool = False) -> None:
         sys.exit(1)
 
 
+def lead_group() -> None:
+    """Lead a process group, outside of which what this process and its children leave in shared memory is removed.
+
+    Python's tracker of it removes the segments and semaphores of `multiprocessing` once all of them have ended. In
+    their group, or with their mark, it would be killed with them.
+    """
+    from multiprocessing import resource_tracker
+
+    own = dict(os.environ)
+    os.environ.pop(MARK, None)
+    os.environ |= {"PYTHONWARNINGS": "ignore", "PYTHONSAFEPATH": "1"}  # it would warn of what it removes
+    resource_tracker.ensure_running()
+    os.environ.clear()
+    os.environ |= own
+    os.setpgid(0, 0)
+
+
 if __name__ == "__main__":
+    lead_group()
     end_with_parent()
     del sys.argv[0]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))

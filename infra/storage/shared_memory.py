@@ -30,7 +30,7 @@ def choose_root(configured: str | None, num_bytes: int) -> Path:
     """
     if configured is not None:
         return _private_folder(Path(configured))
-    free = _free_bytes(SHARED_MEMORY)
+    free, _ = space(SHARED_MEMORY)
     if free >= num_bytes:
         return _private_folder(SHARED_MEMORY)
     disk = Path(tempfile.gettempdir())
@@ -59,6 +59,15 @@ class SharedFolder:
     def remove(self) -> None:
         """Remove the folder; what is mapped stays readable."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def space(path: Path) -> tuple[int, int]:
+    """Return the free bytes of a file system, and all of them; zeros if it isn't there."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return 0, 0
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
 def remove_left_over() -> None:
@@ -91,14 +100,6 @@ def _private_folder(parent: Path) -> Path:
 
 def _folder_name() -> str:
     return f"sluice-{os.getuid()}"
-
-
-def _free_bytes(path: Path) -> int:
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        return 0
-    return found.f_bavail * found.f_frsize
 
 
 @contextmanager

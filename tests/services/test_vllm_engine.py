@@ -50,6 +50,7 @@ from tests.support.engine_checks import (
     request,
     starts_of,
 )
+from tests.support.engine_side_by_side import measure
 from tests.support.progress import children_running
 from tests.support.tiny import make_tiny_model
 from tests.support.weight_tensors import load_state
@@ -116,6 +117,13 @@ def test_a_closed_engine_leaves_no_process(folder: Path, model: PreTrainedModel,
     assert not psutil.pid_exists(other.processes[0])
     with pytest.raises(EngineLostError, match="vLLM's process was ended"):
         other.check()
+
+
+@pytest.mark.extended
+def test_it_samples_what_vllm_does_within_one_process() -> None:
+    found = measure(num_pairs=2, max_tokens=8, sizes={"head_dim": HEAD_DIM})  # and checks that all samples are the same
+    assert set(found["median_ratios"]) == {"tokens_per_second", "load", "load_and_checksum"}
+    assert all(len(ratios) == 2 and min(ratios) > 0 for ratios in found["ratios"].values())
 
 
 def test_greedy_equals_transformers_generate(engine: ProgramEngine, model: PreTrainedModel) -> None:

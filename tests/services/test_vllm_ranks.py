@@ -1,6 +1,7 @@
 """vLLM with two tensor-parallel ranks, each a process: what its engine returns, and that no process is left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,26 +46,55 @@ from tests.support.engine_checks import (
     plain_logprobs,
     request,
 )
+from tests.support.odd_engine import shared_by
 from tests.support.progress import wait_until
+from tests.support.site_on_loopback import run_with_shared_memory
 from tests.support.tiny import make_tiny_model
 from tests.support.weight_tensors import bucket_of, load_state
 
 pytestmark = [NEEDS_VLLM, pytest.mark.extended]
 
 NUM_RANKS = 2
+NUM_SHARED = 1 + NUM_RANKS + 1  # vLLM's queues, to all ranks and from each, and a lock
 ROLLOUT = VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**22, tensor_parallel=NUM_RANKS, stop=("never in any text",))
 HOST = """
 import sys
 import psutil
 from infra.engines.base import EngineModel
 from infra.engines.vllm.start import open_vllm
+from tests.support.odd_engine import shared_by
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
 if __name__ == "__main__":
     rollout = VllmRollout(python=sys.argv[2], cache_bytes=2**22, tensor_parallel=2)
     engine = open_vllm(rollout, EngineModel(ModelConfig(path=sys.argv[1]), 64))
-    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    pids = [child.pid for child in psutil.Process().children(recursive=True)]
+    print(*pids, *shared_by(*pids), flush=True)
     sys.stdin.read()
+"""
+FULL = """
+import sys
+from infra.engines.base import EngineModel, Sampling, generate_all
+from infra.engines.vllm.start import open_vllm
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import VllmRollout
+from schemas.errors import ConfigError, EngineLostError
+from tests.support.engine_checks import PROMPTS, request
+if __name__ == "__main__":
+    rollout = VllmRollout(python=sys.argv[2], cache_bytes=2**22, tensor_parallel=2)
+    try:
+        engine = open_vllm(rollout, EngineModel(ModelConfig(path=sys.argv[1]), 128))
+        with open("/dev/shm/rest", "wb", buffering=0) as file:
+            while file.write(bytes(4096)) == 4096:
+                pass
+    except OSError:
+        pass
+    except ConfigError as error:
+        sys.exit(print(error))
+    try:
+        generate_all(engine, [request(PROMPTS[1], *range(20))], Sampling(50))
+    except EngineLostError as error:
+        print(str(error).splitlines()[0])
 """
 
 
@@ -226,7 +256,25 @@ def test_diverged_weights_raise(plain: ProgramEngine, model: PreTrainedModel) ->
         generate_all(plain, [request(PROMPTS[0], 1, 2)], Sampling(4))
 
 
-def test_ranks_end_with_a_killed_host(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (
+            "64m",
+            r"can't run the model .*Insufficient space in /dev/shm .*; /dev/shm has \d+ of 64 MiB free: enlarge",
+        ),
+        ("300m", r"vLLM's process \d+ is lost.*; /dev/shm has \d of 300 MiB free: enlarge it \(for Docker: --shm-size"),
+    ],
+)
+def test_too_little_shared_memory_is_named_in_one_line_at_the_start_and_later(
+    folder: Path, size: str, said: str
+) -> None:
+    printed = run_with_shared_memory(size, [sys.executable, "-c", FULL, str(folder), ENGINE_PYTHON])
+    assert re.search(said, printed), printed
+    assert printed.count("\n") == 1
+
+
+def test_ranks_end_with_a_killed_host_and_leave_no_shared_memory(folder: Path) -> None:
     host = subprocess.Popen(
         [sys.executable, "-c", HOST, str(folder), ENGINE_PYTHON],
         stdin=subprocess.PIPE,
@@ -234,22 +282,29 @@ def test_ranks_end_with_a_killed_host(folder: Path) -> None:
         text=True,
     )
     assert host.stdout is not None
-    pids = [int(pid) for pid in host.stdout.readline().split()]
+    found = host.stdout.readline().split()
+    pids, shared = [int(each) for each in found if each.isdecimal()], [each for each in found if "/" in each]
     assert len(pids) >= NUM_RANKS
+    assert len(shared) >= NUM_SHARED
     host.send_signal(signal.SIGKILL)
     host.wait()
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids) and not any(map(os.path.exists, shared)))
 
 
-@pytest.mark.parametrize("moment", ["batch", "load"])
-def test_an_engine_that_loses_a_rank_ends_the_others_and_says_so(
-    engine: ProgramEngine, model: PreTrainedModel, folder: Path, moment: str
+@pytest.mark.parametrize(("moment", "killed"), [("batch", "rank"), ("load", "rank"), ("batch", "program")])
+def test_an_engine_that_loses_a_process_ends_the_others_and_says_so(
+    engine: ProgramEngine, model: PreTrainedModel, folder: Path, moment: str, killed: str
 ) -> None:
     if engine.is_lost:  # by this test of another moment
         engine = open_vllm(ROLLOUT, EngineModel(ModelConfig(path=str(folder)), MAX_MODEL_LEN))
     processes = rank_processes(engine)
+    program = psutil.Process(engine._process.pid)
+    shared = shared_by(program.pid, *engine.processes)
+    assert len(shared) >= NUM_SHARED
+    victim = program if killed == "program" else processes[1]
     with pytest.raises(EngineLostError, match=r"vLLM's process .* is lost"):
-        kill_in_the_middle(engine, dict(model.named_parameters()), moment, processes[1].kill)
+        kill_in_the_middle(engine, dict(model.named_parameters()), moment, victim.kill)
     wait_until(lambda: not any(process.is_running() for process in processes))
+    assert not any(map(os.path.exists, shared))
     with pytest.raises(EngineLostError, match="is lost"):
         engine.check()

@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+from multiprocessing import get_context
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,20 @@ def open_odd_engine(seconds: float = 600, **behaviour: str) -> Any:
     Args:
         seconds: How long a call may take.
         behaviour: By call: "raise TEXT", "die TEXT", "killed TEXT", "hang", "half" of an answer, "garbage",
-            "print TEXT", "leave" a process in another session, or what it answers, in JSON.
+            "print TEXT", "leave" a process in another session, "share" memory, "overfill" it, or
+            what it answers, in JSON.
     """
     from infra.engines.program.process import EngineProcess
 
     return EngineProcess(sys.executable, ODD, os.environ | {BEHAVIOUR: json.dumps(behaviour)}, "odd", seconds)
+
+
+def shared_by(*pids: int) -> list[str]:
+    """Return the files in `/dev/shm`, not those in folders there, that processes map."""
+    lines = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids).splitlines()
+    mapped = {int(line.split()[4]) for line in lines if "/dev/shm/" in line}  # a semaphore's has another name there
+    with os.scandir("/dev/shm") as entries:
+        return sorted(entry.path for entry in entries if entry.inode() in mapped)
 
 
 def calls_of(process: Any) -> list[Any]:
@@ -59,6 +70,12 @@ class OddEngine:
             if what == "leave":
                 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
                 return {"child": child.pid}, []
+            if what == "share":
+                self._segment, self._lock = SharedMemory(create=True, size=2**20), get_context("spawn").Lock()
+                return {"shared": shared_by(os.getpid())}, []
+            if what == "overfill":
+                self._segment = SharedMemory(create=True, size=2**23)
+                self._segment.buf[:] = bytes(2**23)
             if what == "garbage":
                 os.write(int(sys.argv[1]), b"\0\0\0\4oops")
             if what == "print":

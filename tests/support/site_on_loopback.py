@@ -29,6 +29,18 @@ exec sleep infinity
 """
 
 
+def run_with_shared_memory(size: str, command: Sequence[str]) -> str:
+    """Run a command that has a `/dev/shm` of its own, of a size such as 4m; return what it printed."""
+    namespace = ["unshare", "--mount", "--propagation", "private"]
+    if subprocess.run([*namespace, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("namespaces are not permitted")
+    setup = 'mount -t tmpfs -o size="$0" tmpfs /dev/shm && exec "$@"'
+    ended = subprocess.run(
+        [*namespace, "bash", "-c", setup, size, *command], check=True, capture_output=True, text=True
+    )
+    return ended.stdout
+
+
 class Site:
     """Machines by name. Their processes share files, but have network, mounts and process ids of their own.
 

@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 import select
+import signal
 import socket
 import subprocess
 import threading
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 from infra.engines.program import frames
 from infra.processes import lifeline
 from infra.processes.isolated import dies_within, has_died, kill_group, kill_marked, variables_of_another
+from infra.storage.shared_memory import SHARED_MEMORY, space
 from schemas.config.rollout import EngineDtype
 from schemas.errors import ConfigError, EngineLostError, WorkerLostError
 from schemas.placement import Device
@@ -31,7 +33,8 @@ MAX_WORDS = 200  # characters of them, in an error of one line
 ITEMSIZES: dict[EngineDtype, int] = {"float32": 4, "bfloat16": 2}
 CHECK_SECONDS = 1.0  # between two looks at whether it lives
 GRACE_SECONDS = 5.0  # to end by itself, once its connection is closed
-MARK = "SLUICE_ENGINE"  # the variable by which what it has started is found
+MIB = 2**20
+FULL_BYTES = 16 * MIB  # with less free, shared memory is full: a process that writes there dies of SIGBUS
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +104,7 @@ class EngineProcess:
                 stdout=write,
                 stderr=write,
                 pass_fds=(theirs.fileno(),),
-                env={**variables, MARK: self._mark},
-                process_group=0,
+                env={**variables, lifeline.MARK: self._mark},
             )
         except OSError:
             self._connection.close()
@@ -116,6 +118,7 @@ class EngineProcess:
         self._reader.start()
         self._lost = self._ended = self._reason = ""
         self._was_killed = False  # by a signal that is not this process's
+        self._space = space(SHARED_MEMORY)  # of shared memory, before it ended
 
     def hello(self) -> EngineInstallation:
         """Ask the program what it is.
@@ -265,6 +268,20 @@ class EngineProcess:
         printed = " ".join(" ".join(self._lines).split())[-MAX_WORDS:]
         return f"{self._reason}: {printed}" if printed else self._reason
 
+    def memory_advice(self, reason: str) -> str:
+        """Return what to add to the reason why one was lost or refused to start: about shared memory, if that is why.
+
+        It is if the reason names it, if it was full then, or if a process wrote to a page that it has no space for.
+        """
+        (free, size), lacked_page = self._space, self._process.returncode == -signal.SIGBUS
+        is_full = size > 0 and free < FULL_BYTES
+        if not (is_full or lacked_page or str(SHARED_MEMORY) in reason):
+            return ""
+        return (
+            f"; {SHARED_MEMORY} has {free // MIB} of {size // MIB} MiB free: enlarge it (for Docker: --shm-size; "
+            "docs/cluster.md)"
+        )
+
     def _wait(self, seconds: float | None) -> None:
         """Wait until it answers; a child of it may hold its connection open after its death."""
         began, poll = time.monotonic(), select.poll()
@@ -281,17 +298,19 @@ class EngineProcess:
         self._reason = reason or ended
         said = "".join(f"\n  {line}" for line in self._lines)
         what = f", and was killed: {reason}" if reason else f": {ended}"
+        what += self.memory_advice(reason)
         self._lost = f"{self.name}'s process {self.pid} is lost{what}" + (f"; its last lines:{said}" if said else "")
         return EngineLostError(self._lost)
 
     def _kill(self, grace_seconds: float) -> str:
         """Kill the group, and return how the process ended, now or before."""
         if self._process.returncode is None:
+            self._space = space(SHARED_MEMORY)
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             has_ended = dies_within(self.pid, grace_seconds)
             self._ended = kill_group(self._process)
-            kill_marked(f"{MARK}={self._mark}")
+            kill_marked(f"{lifeline.MARK}={self._mark}")
             self._was_killed = has_ended and self._process.wait() < 0
             self._reader.join(GRACE_SECONDS)
             self._connection.close()

@@ -143,7 +143,9 @@ def start_engine(
             # Only in the first step does vLLM find out what its kernels don't support, and finish its preparations.
             generate_all(engine, [GenerationRequest(np.zeros(1, dtype=np.int64), (0,))], Sampling(1))
     except (CallFailedError, EngineLostError) as error:  # the engine's rejections
-        said = error if isinstance(error, EngineLostError) else first_line(error)
+        said = str(error) if isinstance(error, EngineLostError) else first_line(error)
+        if isinstance(error, CallFailedError):
+            said += process.memory_advice(said)
         raise ConfigError(
             f"rollout.kind = {rollout.kind!r}: {found.engine} {found.version} can't run the model {of.config.path} in "
             f"{arguments['dtype']} with sequences of {of.max_tokens} tokens: {said}"

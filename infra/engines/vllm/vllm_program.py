@@ -67,6 +67,7 @@ class VllmProgram:
             torch.compiler.set_stance("force_eager")
         settings = arguments["engine"] | {"worker_extension_cls": "sluice_vllm_ranks.RankMethods"}
         self._engine = LLMEngine.from_engine_args(EngineArgs(**settings))
+        self._call_ranks("unname_shared_memory")
         if eager:
             self._call_ranks("skip_compiling")
         self._scale = self._call_ranks("logit_scale")[0]

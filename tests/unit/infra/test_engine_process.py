@@ -1,6 +1,7 @@
 """The process of an engine's program: what it answers, and what becomes of one that misbehaves."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,15 +16,24 @@ from infra.engines.vllm.installation import PROGRAM
 from schemas.errors import EngineLostError, WorkerLostError
 from tests.support.odd_engine import BEHAVIOUR, ODD, open_odd_engine
 from tests.support.progress import wait_until
+from tests.support.site_on_loopback import run_with_shared_memory
 
 HOST = """
 import sys
 from tests.support.odd_engine import open_odd_engine
-process = open_odd_engine()
-process.call("hello")
-print(process.pid, flush=True)
+process = open_odd_engine(open="share")
+print(process.pid, *process.call("open")[0]["shared"], flush=True)
 sys.stdin.read()
 """
+FULL = """
+from tests.support.odd_engine import open_odd_engine
+process = open_odd_engine(step="overfill")
+try:
+    process.call("step")
+except Exception as error:
+    print(type(error).__name__, str(error).split("\\n")[0])
+"""
+NUM_SHARED = 2  # a segment and a semaphore
 
 
 def test_a_call_returns_its_result_and_its_buffers() -> None:
@@ -115,14 +125,38 @@ def test_what_it_prints_is_no_answer() -> None:
     process.close()
 
 
-def test_it_ends_with_a_killed_host() -> None:
+def test_it_ends_with_a_killed_host_and_leaves_no_shared_memory() -> None:
     host = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert host.stdout is not None
-    pid = int(host.stdout.readline())
-    assert psutil.pid_exists(pid)
+    pid, *shared = host.stdout.readline().split()
+    assert psutil.pid_exists(int(pid))
+    assert len(shared) == NUM_SHARED
+    assert all(map(os.path.exists, shared))
     host.kill()
     host.wait()
-    wait_until(lambda: not psutil.pid_exists(pid))
+    wait_until(lambda: not psutil.pid_exists(int(pid)) and not any(map(os.path.exists, shared)))
+
+
+@pytest.mark.parametrize("way", ["it is closed", "it is killed", "it hangs"])
+def test_however_it_ends_it_leaves_no_shared_memory(way: str) -> None:
+    process = open_odd_engine(0.5 if way == "it hangs" else 600, open="share", step="hang")
+    shared = process.call("open")[0]["shared"]
+    assert len(shared) == NUM_SHARED
+    if way == "it is closed":
+        process.close()
+    else:
+        if way == "it is killed":
+            os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(EngineLostError) as caught:
+            process.call("step")
+        assert "shared_memory" not in str(caught.value)  # which is removed without a word
+    assert not any(map(os.path.exists, shared))
+
+
+def test_one_that_shared_memory_has_no_space_for_says_so_in_its_first_line() -> None:
+    said = run_with_shared_memory("4m", [sys.executable, "-c", FULL])
+    advice = r"; /dev/shm has [0-4] of 4 MiB free: enlarge it \(for Docker: --shm-size; docs/cluster.md\)"
+    assert re.fullmatch(rf"EngineLostError .* is lost: signal 7 \(Bus error\){advice}.*\n", said), said
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
