@@ -5,6 +5,7 @@ It starts vLLM as Sluice's program does, and times what it calls itself, without
 
 import importlib.util
 import math
+import mmap
 import socket
 import sys
 import time
@@ -26,29 +27,31 @@ class RawVllm(vllm_program.VllmProgram):  # type: ignore[misc]
 
     def hold(self, arguments: dict[str, Any], buffers: list[bytearray]) -> Reply:
         """Read a version's weights from a file into this process's memory; see `RankMethods.load_mapped`."""
-        import torch
-
         data = bytearray(Path(arguments["path"]).read_bytes())
         self._held = getattr(self, "_held", {})
-        self._held[arguments["version"]] = data, {
-            name: torch.frombuffer(
-                data, dtype=getattr(torch, dtype), count=math.prod(shape), offset=offset
-            ).view(*shape)
-            for name, dtype, shape, offset in arguments["tensors"]
-        }  # fmt: skip
+        self._held[arguments["version"]] = _tensors(data, arguments["tensors"])
         return {}, []
 
     def reload(self, arguments: dict[str, Any], buffers: list[bytearray]) -> Reply:
-        """Load a version that is held; `seconds` of that, and `checksum_seconds`, of its checksum."""
+        """Load a version that is held, and once more from its file; return the seconds of both.
+
+        Its file is mapped and its checksum computed, as a worker does with an engine in its own process.
+        """
         import numpy as np
 
-        data, tensors = self._held[arguments["version"]]
         began = time.perf_counter()
+        self._reload(self._held[arguments["version"]])
+        ended = time.perf_counter()
+        with open(arguments["path"], "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+        vllm_program.frames.checksum(np.frombuffer(mapped, dtype=np.int64))
+        self._reload(_tensors(mapped, arguments["tensors"]))
+        del mapped
+        return {"seconds": ended - began, "mapped_seconds": time.perf_counter() - ended}, []
+
+    def _reload(self, tensors: dict[str, Any]) -> None:
         self._engine.collective_rpc(_load, args=(tensors,))
         self._engine.reset_prefix_cache()
-        ended = time.perf_counter()
-        vllm_program.frames.checksum(np.frombuffer(data, dtype=np.int64))
-        return {"seconds": ended - began, "checksum_seconds": time.perf_counter() - ended}, []
 
     def generate(self, arguments: dict[str, Any], buffers: list[bytearray]) -> Reply:
         """Sample one response for each prompt, by its seed; return all tokens and log-probs, too."""
@@ -81,6 +84,16 @@ class RawVllm(vllm_program.VllmProgram):  # type: ignore[misc]
         ordered = [found[number] for number in range(len(prompts))]
         tokens = [np.array(each.token_ids, dtype=np.int32) for each in ordered]
         return {"seconds": seconds}, tokens + [np.array(each.logprobs.logprobs, dtype=np.float32) for each in ordered]
+
+
+def _tensors(data: Any, slots: list[Any]) -> dict[str, Any]:
+    """Return views of a bucket's bytes."""
+    import torch
+
+    return {
+        name: torch.frombuffer(data, dtype=getattr(torch, dtype), count=math.prod(shape), offset=offset).view(*shape)
+        for name, dtype, shape, offset in slots
+    }
 
 
 def _load(worker: Any, tensors: dict[str, Any]) -> None:

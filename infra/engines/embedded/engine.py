@@ -76,6 +76,7 @@ class TransformersEngine:
         self.version: int | None = 0
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.asleep: frozenset[EngineTag] = frozenset()
+        self.verifies_buckets = False
         self._emptied, self._keeps_weights = EmptiedStorages(), keeps_weights
         self.max_cache_bytes = max_cache_bytes
         self.usage = EngineUsage()

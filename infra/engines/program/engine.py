@@ -177,6 +177,7 @@ class ProgramEngine:
         embeddings = shapes.get_input_embeddings().weight
         assert isinstance(embeddings, torch.Tensor), "a model's input embeddings are a matrix"
         self.vocab_size = len(embeddings)
+        self.verifies_buckets = lora is None  # of what it maps, which adapters are not
         self.asleep: frozenset[EngineTag] = frozenset()
         self.usage = EngineUsage()
         weights = sum(weight.numel() for weight in shapes.parameters())
