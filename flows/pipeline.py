@@ -18,6 +18,7 @@ from prefect import Flow, flow, get_run_logger
 from prefect.runtime import flow_run
 
 from flows.lifecycle.cancellation import cancellable, run_in_thread
+from flows.lifecycle.outages import call_through_outages
 from flows.pipeline_plan import CURRENT, PLAN, PipelinePlan, PlannedRun, named
 from flows.summary import finished_summary
 from flows.train import train
@@ -37,7 +38,7 @@ from tasks.stage import operation
 _RESULT = "result.json"
 _PARAMETER = re.compile(r"\$([A-Za-z]\w*)")
 
-Turn = Callable[[str], AbstractAsyncContextManager[None]]  # of the runs of a pool
+Turn = Callable[[RunConfig], AbstractAsyncContextManager[None]]
 
 
 class PipelineResult(Frozen):
@@ -63,12 +64,12 @@ async def pipeline(plan: PipelinePlan) -> PipelineResult:
     return cast(PipelineResult, await cancellable(run_stages(plan)))
 
 
-async def run_stages(plan: PipelinePlan, turn: Turn = lambda pool: nullcontext()) -> PipelineResult:
+async def run_stages(plan: PipelinePlan, turn: Turn = lambda config: nullcontext()) -> PipelineResult:
     """Run a pipeline within the current flow run, see `pipeline`.
 
     Args:
         plan: The pipeline.
-        turn: Makes the context of each run, given its pool, in which it waits until it may begin.
+        turn: Makes the context of each run, given its config, in which it waits until it may begin.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     advice = "wait for its end, or end that process first"
@@ -135,10 +136,14 @@ async def _train_all(plan: PipelinePlan, name: str, turn: Turn) -> None:
     folder = open_folder(str(plan.folder))
 
     async def train_one(run: PlannedRun) -> None:
-        async with slots, turn(run.config.runtime.pool):
+        async with slots, turn(run.config):
             get_run_logger().info("stage %s: run %s", name, run)
             try:
-                await _train_flow(run)(run.config, run.run_id)
+                await call_through_outages(
+                    lambda: _train_flow(run)(run.config, run.run_id),
+                    run.config.services.prefect_patience_seconds,
+                    partial(finished_summary, run.config, run.run_id),
+                )
             except NonFiniteError as error:
                 if len(runs) == 1:
                     raise

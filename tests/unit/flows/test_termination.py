@@ -4,20 +4,18 @@ import asyncio
 import math
 import os
 import signal
-import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import nullcontext, suppress
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import TerminationSignal
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 from prefect.utilities.engine import capture_sigterm
 
 from flows.lifecycle.cancellation import Notice, cancellable, sigterm_only_told, terminable
+from tests.support.stand_in_prefect import answered_by
 
 
 async def work(cleaned: list[str]) -> None:
@@ -49,19 +47,6 @@ class ProxyOrServer(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
-
-
-@contextmanager
-def answered_by(handler: type[ProxyOrServer]) -> Iterator[None]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{server.server_port}/api"}):
-                yield
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def test_an_answer_that_is_no_servers_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
