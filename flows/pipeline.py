@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from prefect import Flow, flow, get_run_logger
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 
-from flows.lifecycle.cancellation import cancellable, run_in_thread
+from flows.lifecycle.cancellation import cancellable, run_in_thread, sigterm_only_told, terminable
 from flows.lifecycle.outages import call_through_outages
 from flows.pipeline_plan import CURRENT, PLAN, PipelinePlan, PlannedRun, named
 from flows.summary import finished_summary
@@ -140,7 +141,7 @@ async def _train_all(plan: PipelinePlan, name: str, turn: Turn) -> None:
             get_run_logger().info("stage %s: run %s", name, run)
             try:
                 await call_through_outages(
-                    lambda: _train_flow(run)(run.config, run.run_id),
+                    lambda: _train_flow(run, is_one_of_several=len(waiting) > 1)(run.config, run.run_id),
                     run.config.services.prefect_patience_seconds,
                     partial(finished_summary, run.config, run.run_id),
                 )
@@ -152,13 +153,17 @@ async def _train_all(plan: PipelinePlan, name: str, turn: Turn) -> None:
 
     unfinished = [run for run in runs if finished_summary(run.config, run.run_id) is None]
     waiting = [run for run in unfinished if folder.size(_diverged(run)) is None]
-    tasks = [asyncio.ensure_future(train_one(run)) for run in waiting]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    tasks = [asyncio.ensure_future(terminable(train_one(run))) for run in waiting]
+    with sigterm_only_told() if len(tasks) > 1 else nullcontext():
+        try:
+            await asyncio.gather(*tasks)
+        except TerminationSignal:  # all are told of it: each ends by itself, within its notice
+            await asyncio.wait(tasks)
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _diverged(run: PlannedRun) -> str:
@@ -166,15 +171,16 @@ def _diverged(run: PlannedRun) -> str:
     return f"{run.run_id}.diverged"
 
 
-def _train_flow(run: PlannedRun) -> Flow[[RunConfig, str], Coroutine[Any, Any, RunSummary]]:
-    """Return the flow `train` for one run of this attempt.
+def _train_flow(run: PlannedRun, *, is_one_of_several: bool) -> Flow[[RunConfig, str], Coroutine[Any, Any, RunSummary]]:
+    """Return the flow `train` for one run of this attempt; while others train, it has a SIGTERM raise nothing, either.
 
     Prefect knows a subflow by its function's name and the number of calls before. A second attempt calls other ones,
     and must not be given the first one's results.
     """
 
     async def train_run(config: RunConfig, run_id: str) -> RunSummary:
-        return await train.fn(config, run_id)
+        with sigterm_only_told() if is_one_of_several else nullcontext():
+            return await train.fn(config, run_id)
 
     train_run.__qualname__ = f"train_{run.run_id}_{flow_run.run_count}"
     return flow(name="train", flow_run_name=run.run_id, persist_result=False, retries=0, validate_parameters=False)(

@@ -1,6 +1,7 @@
 """What answers in place of a Prefect server."""
 
 import json
+import logging
 import threading
 import uuid
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+logging.getLogger("prefect.events.clients").setLevel(logging.CRITICAL)  # events, which nothing here takes
 
 
 class LimitServer(BaseHTTPRequestHandler):

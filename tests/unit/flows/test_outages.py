@@ -14,13 +14,12 @@ import pytest
 from flows.deployments import entrypoints
 from flows.deployments.entrypoints import hold_pool
 from flows.pipeline import _train_all
-from flows.pipeline_plan import PipelinePlan, PlannedRun
-from infra.storage.runs import RunDirectory
-from schemas.config.pipeline import PipelineConfig
+from flows.pipeline_plan import PlannedRun
 from schemas.config.run import RunConfig
 from schemas.step import RunSummary
 from tests.support.configs import run_config
 from tests.support.stand_in_prefect import LimitServer, answered_by
+from tests.support.sweeps import finish, sweep_plan
 
 Train = Callable[[RunConfig, str], Coroutine[Any, Any, RunSummary]]
 
@@ -36,17 +35,6 @@ def server(**dropped: int) -> type[LimitServer]:
     """A server that doesn't answer the first requests of these names, so many of each."""
     names = {name.replace("_", "-"): number for name, number in dropped.items()}
     return type("Server", (LimitServer,), {"dropped": names, "requests": []})
-
-
-def finish(config: RunConfig, run_id: str) -> RunSummary:
-    """Write the summary of a run, and return it."""
-    numbers = dict.fromkeys(("reward_first", "reward_last", "seconds", "tokens_per_second"), 1.0)
-    summary = RunSummary.model_validate(
-        {"run_id": run_id, "steps": config.steps, "seconds_by_phase": {}, "store_bytes_at_end": 0, "prefect_ui": ""}
-        | {"accuracy_before": None, "accuracy_after": None, **numbers}
-    )
-    RunDirectory.create(config, run_id).write_summary(summary)
-    return summary
 
 
 def test_a_slot_is_waited_for_and_the_end_of_the_block_is_not_lost(
@@ -87,14 +75,10 @@ def test_a_run_that_has_finished_when_the_server_is_lost_is_completed(
 def test_a_lost_end_of_a_run_of_a_pipeline_stops_no_other_and_is_not_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = run_config(tmp_path)
-    stage = {"config": "tiny.toml", "sweep": {"seed": [0, 1, 2]}, "max_runs": 3}
-    pipeline = PipelineConfig.model_validate({"stages": {"grpo": stage}, "export": {"folder": str(tmp_path)}})
-    runs = tuple(PlannedRun(run_id=f"run-{number}", config=config, changes={}) for number in range(3))
-    plan = PipelinePlan(pipeline_id="one", config=pipeline, runs={"grpo": runs})
+    plan = sweep_plan(tmp_path, num_runs=3, max_runs=3)
     calls, others_done = list[str](), asyncio.Event()
 
-    def of_run(run: PlannedRun) -> Train:
+    def of_run(run: PlannedRun, **_: object) -> Train:
         async def train(config: RunConfig, run_id: str) -> RunSummary:
             calls.append(run_id)
             if run_id == "run-0":
@@ -113,4 +97,4 @@ def test_a_lost_end_of_a_run_of_a_pipeline_stops_no_other_and_is_not_trained_aga
     with answered_by(server()):
         asyncio.run(_train_all(plan, "grpo", lambda config: nullcontext()))
     assert sorted(calls) == ["run-0", "run-1", "run-2", "run-2"]
-    assert all(run.directory.summary() is not None for run in runs)
+    assert all(run.directory.summary() is not None for run in plan.all_runs)
