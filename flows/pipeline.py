@@ -37,6 +37,7 @@ from tasks.assets import asset_at, describe, evaluation_of
 from tasks.stage import operation
 
 _RESULT = "result.json"
+_ROUNDING = 1e-9  # 0.6 - 0.5 is less than 0.1
 _PARAMETER = re.compile(r"\$([A-Za-z]\w*)")
 
 Turn = Callable[[RunConfig], AbstractAsyncContextManager[None]]
@@ -259,7 +260,7 @@ def _failures(plan: PipelinePlan, best: dict[str, PlannedRun], accuracy: float |
             ("accuracy", "min_accuracy", accuracy, gate.min_accuracy),
             ("gain", "min_gain", gain, gate.min_gain),
         )
-        if limit is not None and (value is None or value < limit)
+        if limit is not None and (value is None or value < limit - _ROUNDING)
     ]
     if gate.query is not None:
         finished = [run for run in plan.all_runs if run.directory.summary() is not None]

@@ -276,6 +276,25 @@ def test_a_gain_is_over_the_model_that_the_run_started_from(folder: Path) -> Non
     assert expected[0] != expected[1]
 
 
+def test_a_gain_of_exactly_the_least_one_is_enough(folder: Path) -> None:
+    plan = planned("stages.grpo.sweep={}", "gate={min_gain=0.1}")
+    assert 0.6 - 0.5 < 0.1  # of floats
+    assert not _failures(plan, {"grpo": plan.runs["grpo"][0]}, 0.6, 0.6 - 0.5)
+
+
+def test_a_gate_s_own_file_is_measured_on_all_of_its_rows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_sums(folder)
+    make_tiny_model(folder / "models/pipe/one/sft")
+    gate = "gate={min_accuracy=0.0,data_path='rows.jsonl'}"
+    plan = planned("stages={sft={config='sft.toml'}}", "set.eval.num_prompts=2", gate)
+    monkeypatch.setattr("flows.pipeline.get_run_logger", lambda: logging.getLogger("gate"))
+    with caplog.at_level(logging.INFO, "gate"):
+        _accuracies(plan, plan.runs["sft"][0])
+    assert f"({len((folder / 'rows.jsonl').read_text().splitlines())} rows)" in caplog.text
+
+
 @pytest.mark.parametrize("key", ["min_accuracy", "min_gain"])
 def test_a_gate_doesn_t_pass_what_was_not_evaluated(folder: Path, key: str) -> None:
     plan = planned("stages.grpo.sweep={}", f"gate={{{key}=0.0}}")
