@@ -5,6 +5,7 @@ pipeline that is started again with its id goes on where it was.
 """
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -26,13 +27,13 @@ from flows.train import train
 from infra.storage.driver_lock import file_lock
 from infra.storage.folder import read_record, sync_folder
 from infra.storage.runs import open_folder
-from infra.workers.inputs import given_folder
-from schemas.base import Frozen
+from infra.workers.inputs import code_digests, data_digest, given_folder
+from schemas.base import Frozen, digest_of
 from schemas.batch import SafeName
 from schemas.config.pipeline import StageConfig
 from schemas.config.run import RunConfig
 from schemas.errors import CheckpointError, GateError, NonFiniteError, PipelineError, QueryError
-from schemas.step import RunSummary, comparable
+from schemas.step import EvalReport, RunSummary, comparable
 from tasks.assets import asset_at, describe, evaluation_of
 from tasks.stage import operation
 
@@ -237,15 +238,26 @@ def _accuracies(plan: PipelinePlan, run: PlannedRun) -> tuple[float | None, floa
     if gate is None or gate.data_path is None:
         reports = {each.policy_version: each.accuracy for each in comparable(run.directory.metrics.evals())}
         return reports.get(run.config.steps), reports.get(0)
-    from flows.evaluate import evaluate_model  # not at the top: torch is imported with it
-
-    after = evaluate_model(run.config, str(plan.model_of(plan.config.last_stage)), gate.data_path)
+    after = _measure(plan, run.config, str(plan.model_of(plan.config.last_stage)), gate.data_path)
     base = given_folder(run.directory, run.config.model.path)  # the path may be that of the promoted model by now
-    before = None if gate.min_gain is None else evaluate_model(run.config, base, gate.data_path)
+    before = None if gate.min_gain is None else _measure(plan, run.config, base, gate.data_path)
     for what, report in (("model of the last stage", after), ("model that it started from", before)):
         if report is not None:
             get_run_logger().info("gate: %s on %s: %s (%d rows)", what, gate.data_path, report, report.num_prompts)
     return after.accuracy, None if before is None else before.accuracy
+
+
+def _measure(plan: PipelinePlan, config: RunConfig, model: str, data_path: str) -> EvalReport:
+    """Evaluate a model on the gate's file, once: another limit needs no other evaluation."""
+    from flows.evaluate import evaluate_model  # not at the top: torch is imported with these
+    from infra.models.files import weights_digest
+
+    of = [config.model_dump_json(), code_digests(config), weights_digest(model) or model, data_digest(data_path)]
+    folder, name = open_folder(str(plan.folder)), f"gate-{digest_of(json.dumps(of))}.json"
+    if (report := read_record(folder, name, EvalReport, "remove it")) is None:
+        report = evaluate_model(config, model, data_path)
+        folder.write(name, report.model_dump_json().encode())
+    return report
 
 
 def _failures(plan: PipelinePlan, best: dict[str, PlannedRun], accuracy: float | None, gain: float | None) -> list[str]:

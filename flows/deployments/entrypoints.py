@@ -35,6 +35,7 @@ from infra.storage.runs import RunDirectory
 from infra.workers.inputs import data_digest
 from schemas.config import DEFAULT_RUNS_DIR
 from schemas.config.load import load_config
+from schemas.config.pipeline import PipelineConfig
 from schemas.config.run import RunConfig
 from schemas.errors import PipelineError, RunError
 from schemas.errors import describe as describe_error
@@ -103,11 +104,7 @@ async def pipeline(file: str, overrides: tuple[str, ...] = (), pipeline_id: str 
         pipeline_id: The pipeline's id. If it exists, it goes on. Default: made from the file's name.
     """
     config = load_pipeline(file, overrides)
-    own_id = own_run_id(config.name)
-    stored = (
-        stored_plan(config, own_id) if pipeline_id is None else None
-    )  # of an attempt before, whatever the file says
-    plan = stored or plan_pipeline(config, pipeline_id or own_id)
+    plan = _plan(config, own_run_id(config.name), pipeline_id)
     patience = plan.services.prefect_patience_seconds
     await call_through_outages(partial(rename_flow_run, plan.pipeline_id), patience)
     take_secrets(plan.services)
@@ -269,6 +266,13 @@ async def _require_progress(runs: Sequence[RunDirectory]) -> None:
             f"crashed {crashes} times without finishing a step: its processes were killed, or ended by themselves; see "
             "the log of its worker and the memory of its machine, and retry it"
         )
+
+
+def _plan(config: PipelineConfig, own_id: str, pipeline_id: str | None) -> PipelinePlan:
+    """Plan a pipeline; a retry trains what its first attempt began, even if the file has changed, but asks its gate."""
+    if pipeline_id is None and (stored := stored_plan(config, own_id)) is not None:
+        return stored.replace(config=stored.config.replace(gate=config.gate))
+    return plan_pipeline(config, pipeline_id or own_id)
 
 
 def _run_config(config: str, overrides: Sequence[str], run_id: str | None, note: str) -> RunConfig:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from prefect.logging import disable_run_logger
 
+from flows.deployments.entrypoints import _plan
 from flows.pipeline import _accuracies, _failures, _find_best, run_stages
 from flows.pipeline_plan import PipelinePlan, _check_unchanged, load_pipeline, plan_pipeline
 from flows.recovery import find_or_create_run
@@ -219,6 +220,7 @@ def test_a_pipeline_that_is_cancelled_keeps_its_lock_until_its_thread_ends(
     is_exported: bool,
     named: str,
 ) -> None:
+    make_tiny_data(folder / "eval.parquet", 4)
     plan = planned("stages.grpo.sweep={}", "gate={min_accuracy=0.0,data_path='eval.parquet'}")
     for name in ("sft", "grpo")[: 1 + is_exported]:
         plan.model_of(name).mkdir(parents=True)
@@ -288,11 +290,29 @@ def test_a_gate_s_own_file_is_measured_on_all_of_its_rows(
     write_sums(folder)
     make_tiny_model(folder / "models/pipe/one/sft")
     gate = "gate={min_accuracy=0.0,data_path='rows.jsonl'}"
-    plan = planned("stages={sft={config='sft.toml'}}", "set.eval.num_prompts=2", gate)
+    stage = ("stages={sft={config='sft.toml'}}", "set.eval.num_prompts=2")
+    plan = planned(*stage, gate)
+    (run,) = plan.runs["sft"]
     monkeypatch.setattr("flows.pipeline.get_run_logger", lambda: logging.getLogger("gate"))
     with caplog.at_level(logging.INFO, "gate"):
-        _accuracies(plan, plan.runs["sft"][0])
+        found = _accuracies(plan, run)
     assert f"({len((folder / 'rows.jsonl').read_text().splitlines())} rows)" in caplog.text
+    monkeypatch.delattr("flows.evaluate._score_held_out")
+    assert _accuracies(planned(*stage, gate.replace("0.0", "0.5")), run) == found  # without another evaluation
+    (folder / "rows.jsonl").write_text("".join((folder / "rows.jsonl").read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(NameError, match="_score_held_out"):
+        _accuracies(plan, run)
+
+
+def test_a_retry_trains_what_was_begun_and_asks_the_gate_of_the_file(folder: Path) -> None:
+    begun = planned(pipeline_id="own")
+    begun.folder.mkdir(parents=True)
+    (begun.folder / "pipeline.json").write_text(begun.model_dump_json())
+    changed = load_pipeline("pipe.toml", ("gate.min_accuracy=0.1", "stages.sft.set.optim.lr=0.5"))
+    retried = _plan(changed, "own", None)
+    assert retried.config.gate == changed.gate != begun.config.gate
+    assert retried.runs == begun.runs != plan_pipeline(changed, "own").runs
+    assert _plan(changed, "own", "own") == plan_pipeline(changed, "own")
 
 
 @pytest.mark.parametrize("key", ["min_accuracy", "min_gain"])
