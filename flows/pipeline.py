@@ -314,4 +314,5 @@ async def _promote(plan: PipelinePlan, result: PipelineResult, run: PlannedRun) 
 
     gate = plan.config.gate
     data = [] if gate is None or gate.data_path is None else [asset_at(gate.data_path)]
-    await promote.materializing(promoted, [asset_at(result.model), evaluation_of(run.directory), *data])()
+    evaluation = [evaluation_of(run.directory)] if run.last_evaluation() else []
+    await promote.materializing(promoted, [asset_at(result.model), *evaluation, *data])()
