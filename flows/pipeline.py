@@ -9,11 +9,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from prefect import Flow, flow, get_run_logger
 from prefect.exceptions import TerminationSignal
@@ -41,7 +42,12 @@ _RESULT = "result.json"
 _ROUNDING = 1e-9  # 0.6 - 0.5 is less than 0.1
 _PARAMETER = re.compile(r"\$([A-Za-z]\w*)")
 
-Turn = Callable[[RunConfig], AbstractAsyncContextManager[None]]
+
+class Turn(Protocol):
+    """Makes the context of a run, in which it waits until it may begin."""
+
+    def __call__(self, config: RunConfig, *, shows_queue: bool) -> AbstractAsyncContextManager[None]:
+        """Return the context; `shows_queue`: until the run may begin, nothing of the current flow run goes on."""
 
 
 class PipelineResult(Frozen):
@@ -67,12 +73,12 @@ async def pipeline(plan: PipelinePlan) -> PipelineResult:
     return cast(PipelineResult, await cancellable(run_stages(plan)))
 
 
-async def run_stages(plan: PipelinePlan, turn: Turn = lambda config: nullcontext()) -> PipelineResult:
+async def run_stages(plan: PipelinePlan, turn: Turn = lambda config, *, shows_queue: nullcontext()) -> PipelineResult:
     """Run a pipeline within the current flow run, see `pipeline`.
 
     Args:
         plan: The pipeline.
-        turn: Makes the context of each run, given its config, in which it waits until it may begin.
+        turn: Makes the context of each run.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     advice = "wait for its end, or end that process first"
@@ -136,10 +142,15 @@ async def _run_stage(plan: PipelinePlan, name: str, turn: Turn) -> PlannedRun:
 async def _train_all(plan: PipelinePlan, name: str, turn: Turn) -> None:
     """Train a stage's runs, so many at the same time; one of a sweep that diverges is left out, for good."""
     runs, slots = plan.runs[name], asyncio.Semaphore(plan.config.stages[name].max_runs)
-    folder = open_folder(str(plan.folder))
+    folder, training = open_folder(str(plan.folder)), set[str]()
+    queues = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by pool
 
     async def train_one(run: PlannedRun) -> None:
-        async with slots, turn(run.config):
+        async with slots, AsyncExitStack() as stack:
+            async with queues[run.config.runtime.pool]:  # so that each sees whether the one before it may train
+                await stack.enter_async_context(turn(run.config, shows_queue=not training))
+            training.add(run.run_id)
+            stack.callback(training.remove, run.run_id)
             get_run_logger().info("stage %s: run %s", name, run)
             try:
                 await call_through_outages(

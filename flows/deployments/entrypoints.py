@@ -305,7 +305,7 @@ async def hold_pool(config: RunConfig, *, shows_queue: bool = True) -> AsyncIter
     is_full = await call_through_outages(partial(_is_full, name), patience)
     if is_full:
         message = f"waiting for a slot of the pool {config.runtime.pool!r}, which another run holds"
-        get_run_logger().info(message)
+        get_run_logger().info("%s; prefect gcl update %s --limit N gives the pool more", message, name)
         if shows_queue:
             await call_through_outages(lambda: set_state(Running(name="Queued", message=message)), patience)
     slot = await call_through_outages(partial(_take_slot, name), patience)

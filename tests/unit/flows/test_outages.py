@@ -4,7 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ def of_a_flow_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", str(uuid.UUID(int=1)))
     for module in ("pipeline", "deployments.entrypoints"):
         monkeypatch.setattr(f"flows.{module}.get_run_logger", logging.getLogger)
+
+
+def at_once(config: RunConfig, *, shows_queue: bool) -> AbstractAsyncContextManager[None]:
+    return nullcontext()
 
 
 def server(**dropped: int) -> type[LimitServer]:
@@ -95,6 +99,6 @@ def test_a_lost_end_of_a_run_of_a_pipeline_stops_no_other_and_is_not_trained_aga
 
     monkeypatch.setattr("flows.pipeline._train_flow", of_run)
     with answered_by(server()):
-        asyncio.run(_train_all(plan, "grpo", lambda config: nullcontext()))
+        asyncio.run(_train_all(plan, "grpo", at_once))
     assert sorted(calls) == ["run-0", "run-1", "run-2", "run-2"]
     assert all(run.directory.summary() is not None for run in plan.all_runs)

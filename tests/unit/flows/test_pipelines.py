@@ -4,7 +4,8 @@ import asyncio
 import logging
 import os
 import threading
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from math import nan
 from pathlib import Path
@@ -14,17 +15,20 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from flows.deployments.entrypoints import _plan
-from flows.pipeline import _accuracies, _failures, _find_best, run_stages
-from flows.pipeline_plan import PipelinePlan, _check_unchanged, load_pipeline, plan_pipeline
+from flows.pipeline import _accuracies, _failures, _find_best, _train_all, run_stages
+from flows.pipeline_plan import PipelinePlan, PlannedRun, _check_unchanged, load_pipeline, plan_pipeline
 from flows.recovery import find_or_create_run
 from infra.storage.driver_lock import file_lock
 from infra.storage.runs import RunDirectory
 from infra.workers.inputs import evaluation_digest
+from schemas.config.run import RunConfig
 from schemas.errors import PipelineError, QueryError, RunError
 from schemas.step import EvalReport, RunSummary
 from tests.support.command import assert_rejected, make_command
 from tests.support.configs import config_toml
 from tests.support.sft import sft_toml, write_sums
+from tests.support.sweeps import finish as finish_run
+from tests.support.sweeps import sweep_plan
 from tests.support.tiny import make_tiny_data, make_tiny_model
 
 TWO_STAGES = """
@@ -302,6 +306,32 @@ def test_a_gate_s_own_file_is_measured_on_all_of_its_rows(
     (folder / "rows.jsonl").write_text("".join((folder / "rows.jsonl").read_text().splitlines(keepends=True)[1:]))
     with pytest.raises(NameError, match="_score_held_out"):
         _accuracies(plan, run)
+
+
+def test_a_pipeline_shows_no_queue_while_a_run_of_it_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sweep whose pool has one slot, the second run asks for it while the first has it."""
+    shown, slots = dict[str, bool](), asyncio.Semaphore(0)
+
+    @asynccontextmanager
+    async def turn(config: RunConfig, *, shows_queue: bool) -> AsyncIterator[None]:
+        shown[f"run-{config.seed}"] = shows_queue
+        if len(shown) == 1:
+            asyncio.get_running_loop().call_soon(slots.release)
+        async with slots:
+            yield
+
+    def of_run(run: PlannedRun, **_: object) -> object:
+        async def train(config: RunConfig, run_id: str) -> RunSummary:
+            while len(shown) == 1:  # until the second waits, or for good if it doesn't ask
+                await asyncio.sleep(0)
+            return finish_run(config, run_id)
+
+        return train
+
+    monkeypatch.setattr("flows.pipeline._train_flow", of_run)
+    monkeypatch.setattr("flows.pipeline.get_run_logger", logging.getLogger)
+    asyncio.run(_train_all(sweep_plan(folder, num_runs=3, max_runs=2), "grpo", turn))
+    assert shown == {"run-0": True, "run-1": False, "run-2": True}
 
 
 def test_a_retry_trains_what_was_begun_and_asks_the_gate_of_the_file(folder: Path) -> None:

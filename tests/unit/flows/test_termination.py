@@ -230,7 +230,7 @@ def test_each_run_of_a_sweep_gets_its_notice_and_ends_by_itself(
         with capture_sigterm():
             handlers.append(signal.getsignal(signal.SIGTERM))
             try:
-                await terminable(_train_all(sweep_plan(tmp_path, 2, max_runs=2), "grpo", lambda _: nullcontext()))
+                await terminable(_train_all(sweep_plan(tmp_path, 2, max_runs=2), "grpo", lambda _, **__: nullcontext()))
             finally:
                 handlers.append(signal.getsignal(signal.SIGTERM))
 
