@@ -1,67 +1,18 @@
 """The check that the built-in rewards take each answer of the data for right."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 from infra.datasets import PromptDataset
 from infra.rewards.open import open_reward_scorer
-from rl_core.registry import Registry, entry
-from rl_core.rewards import RewardItem, RewardOutcome
-from rl_core.rewards.math import mark_answer
+from rl_core.rewards import RESPONSES, Respond, RewardItem, RewardOutcome
 from schemas.config.data import LevelCurriculum
-from schemas.config.judge import JudgeReward
-from schemas.config.reward import (
-    EnvironmentReward,
-    ExactReward,
-    FormatReward,
-    FunctionReward,
-    GroupFunctionReward,
-    LengthReward,
-    MathReward,
-    ModelReward,
-    NumericReward,
-    ReasoningGymReward,
-    RewardConfig,
-    WeightedReward,
-    parts_of,
-)
+from schemas.config.reward import ReasoningGymReward, RewardConfig, parts_of
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
 
 NO_ANSWER = "None"  # of a row of reasoning-gym's tasks that have many right answers, such as a sequence of moves
-Respond = Callable[[str], str]  # answer -> a response that gives it
-
-
-def _not_compared(_: RewardConfig) -> Respond | None:
-    return None
-
-
-def _as_it_is(_: ExactReward | NumericReward | ReasoningGymReward) -> Respond | None:
-    return str
-
-
-def _boxed(_: MathReward) -> Respond | None:
-    return mark_answer
-
-
-RESPONSES: Registry[[], Respond | None] = Registry(
-    "flows.answers.RESPONSES",
-    RewardConfig,
-    entry(ExactReward, _as_it_is),
-    entry(NumericReward, _as_it_is),
-    entry(ReasoningGymReward, _as_it_is),
-    entry(MathReward, _boxed),
-    entry(FunctionReward, _not_compared),
-    entry(GroupFunctionReward, _not_compared),
-    entry(JudgeReward, _not_compared),
-    entry(ModelReward, _not_compared),
-    entry(EnvironmentReward, _not_compared),
-    entry(FormatReward, _not_compared),
-    entry(LengthReward, _not_compared),
-    entry(WeightedReward, _not_compared),  # its parts are
-)
-"""How a response gives an answer to each kind of reward; None of those that compare no response with the answer."""
 
 
 def response_of(reward: RewardConfig, answer: str) -> str:

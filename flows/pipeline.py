@@ -33,13 +33,22 @@ from schemas.base import Frozen, digest_of
 from schemas.batch import SafeName
 from schemas.config.pipeline import StageConfig
 from schemas.config.run import RunConfig
-from schemas.errors import CheckpointError, GateError, NonFiniteError, PipelineError, QueryError
+from schemas.errors import (
+    CheckpointError,
+    GateError,
+    GpuMemoryError,
+    NonFiniteError,
+    PipelineError,
+    PlanError,
+    QueryError,
+)
 from schemas.step import EvalReport, RunSummary, comparable
 from tasks.assets import asset_at, describe, evaluation_of
 from tasks.stage import operation
 
 _RESULT = "result.json"
 _ROUNDING = 1e-9  # 0.6 - 0.5 is less than 0.1
+_OF_VALUES = (NonFiniteError, PlanError, GpuMemoryError)  # that a run of a sweep stops at again, by its values
 _PARAMETER = re.compile(r"\$([A-Za-z]\w*)")
 
 
@@ -118,13 +127,18 @@ async def _run_stage(plan: PipelinePlan, name: str, turn: Turn) -> PlannedRun:
     from flows.export import export_as_asset  # not at the top: torch is imported with it
 
     logger, runs, out = get_run_logger(), plan.runs[name], plan.model_of(name)
+    folder, chosen = open_folder(str(plan.folder)), f"{name}.best"
     if out.exists():
         logger.info("stage %s is finished: %s", name, out)
+        found = folder.read(chosen)  # earlier versions of Sluice wrote none
+        if recorded := [run for run in runs if run.run_id.encode() == found]:
+            return recorded[0]
         return await asyncio.to_thread(_find_best, plan.config.stages[name], runs)
     await _train_all(plan, name, turn)
     best = await asyncio.to_thread(_find_best, plan.config.stages[name], runs)
     if len(runs) > 1:
         logger.info("stage %s: the best run is %s: %s", name, best, best.last_evaluation() or "by the query")
+        folder.write(chosen, best.run_id.encode())  # before the model, whose run it is, whatever becomes of the others
     for left in out.parent.glob(f".{out.name}-*"):  # of an export that was killed
         shutil.rmtree(left)
     dtype = plan.config.export.dtype if name == plan.config.last_stage else None
@@ -140,9 +154,12 @@ async def _run_stage(plan: PipelinePlan, name: str, turn: Turn) -> PlannedRun:
 
 
 async def _train_all(plan: PipelinePlan, name: str, turn: Turn) -> None:
-    """Train a stage's runs, so many at the same time; one of a sweep that diverges is left out, for good."""
+    """Train a stage's runs, so many at the same time; of a sweep, those that its values stop are left out, for good.
+
+    If one of a sweep stops for another reason, that is raised once the others have ended.
+    """
     runs, slots = plan.runs[name], asyncio.Semaphore(plan.config.stages[name].max_runs)
-    folder, training = open_folder(str(plan.folder)), set[str]()
+    folder, stopped, training = open_folder(str(plan.folder)), list[PipelineError](), set[str]()
     queues = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by pool
 
     async def train_one(run: PlannedRun) -> None:
@@ -158,11 +175,15 @@ async def _train_all(plan: PipelinePlan, name: str, turn: Turn) -> None:
                     run.config.services.prefect_patience_seconds,
                     partial(finished_summary, run.config, run.run_id),
                 )
-            except NonFiniteError as error:
+            except PipelineError as error:
                 if len(runs) == 1:
                     raise
-                folder.write(_diverged(run), str(error).encode())
-                get_run_logger().warning("stage %s: %s diverged, and is left out: %s", name, run, error)
+                if isinstance(error, _OF_VALUES):
+                    folder.write(_diverged(run), f"{type(error).__name__}: {error}".encode())
+                    get_run_logger().warning("stage %s: %s is left out: %s", name, run, error)
+                else:
+                    stopped.append(error)
+                    get_run_logger().error("stage %s: %s stopped: %s", name, run, error)
 
     unfinished = [run for run in runs if finished_summary(run.config, run.run_id) is None]
     waiting = [run for run in unfinished if folder.size(_diverged(run)) is None]
@@ -170,6 +191,8 @@ async def _train_all(plan: PipelinePlan, name: str, turn: Turn) -> None:
     with sigterm_only_told() if len(tasks) > 1 else nullcontext():
         try:
             await asyncio.gather(*tasks)
+            if stopped:
+                raise stopped[0]
         except TerminationSignal:  # all are told of it: each ends by itself, within its notice
             await asyncio.wait(tasks)
             raise
@@ -207,7 +230,11 @@ def _find_best(stage: StageConfig, runs: Sequence[PlannedRun]) -> PlannedRun:
         return runs[0]
     finished = [run for run in runs if finished_summary(run.config, run.run_id) is not None]
     if not finished:
-        raise PipelineError(f"all runs of the sweep have diverged, {runs[0].run_id} and others; try other values")
+        raise PipelineError(
+            f"no run of the sweep is finished, of {runs[0].run_id} and the others: for each that was left out, a file "
+            f"such as {_diverged(runs[0])} in the pipeline's folder says why; remove it to train that run again, or "
+            "try other values with another --id"
+        )
     if stage.best is not None:
         named = _ask(stage.best, finished, {}, "best")
         if (found := next((run for run in finished if run.run_id == named), None)) is None:

@@ -10,10 +10,10 @@ from flows.summary import finished_summary
 from infra.storage import places
 from infra.storage.folder import read_record
 from infra.storage.runs import RunDirectory, open_folder
-from infra.workers.inputs import evaluation_digest
+from infra.workers.inputs import evaluation_digest, tokenizer_digest
 from schemas.base import Frozen
 from schemas.batch import SafeName
-from schemas.config.changes import rejected_changes
+from schemas.config.changes import measuring_changes, rejected_changes
 from schemas.config.load import parse_config, parse_values, read_toml, set_value
 from schemas.config.pipeline import PipelineConfig, flat_changes
 from schemas.config.run import RunConfig
@@ -112,9 +112,15 @@ def plan_pipeline(config: PipelineConfig, pipeline_id: str) -> PipelinePlan:
     """Return the plan of a pipeline: the configs of all runs, which are read from their files.
 
     Raises:
-        ConfigError: A config is refused, lacks what the pipeline needs of it, or the services of two runs differ.
+        ConfigError: A config is refused, lacks what the pipeline needs of it, or the services of two runs differ; or
+            the id is the name of the link to the promoted model.
         RunError: The id is not the name of a folder.
     """
+    if pipeline_id == CURRENT:
+        raise ConfigError(
+            f"a pipeline can't have the id {CURRENT}: {config.folder}/{CURRENT} is to link to the promoted model; "
+            "choose another --id"
+        )
     runs = {}
     for name, stage in config.stages.items():
         made = [_run_config(config, pipeline_id, name, changes) for changes in stage.combinations()]
@@ -156,12 +162,15 @@ def check_pipeline(plan: PipelinePlan) -> None:
         if sql is not None:
             with named(key):
                 check_query(sql)
+    is_new = stored_plan(plan.config, plan.pipeline_id) is None  # one that an earlier Sluice has begun goes on
     for name, runs in plan.runs.items():
         if plan.model_of(name).exists():
             continue
         unfinished = [run for run in runs if finished_summary(run.config, run.run_id) is None]
         with named(f"stage {name}"):
             if len(runs) > 1 and plan.config.stages[name].best is None:
+                if is_new:
+                    _check_measure(name, [run.config for run in runs])
                 _check_comparable(runs, unfinished)
             for run in unfinished:
                 if run.directory.exists:
@@ -216,6 +225,21 @@ def _check_folder(config: PipelineConfig) -> None:
     link = Path(config.folder, CURRENT)
     if link.exists() and not link.is_symlink():
         raise ConfigError(f"{link}, which is to link to the promoted model, is no link; move it away")
+
+
+def _check_measure(name: str, configs: Sequence[RunConfig]) -> None:
+    """Check that the accuracy or loss of all runs of a sweep is that of the same thing."""
+    first, *others = configs
+    keys = {key for other in others for key in measuring_changes(first, other)}
+    if first.sft is not None and len({tokenizer_digest(each) for each in configs}) > 1:
+        keys.add("model.path")
+    if keys:
+        raise ConfigError(
+            f"the best run of a sweep is that of the best held-out accuracy or loss, but these are no measure of runs "
+            f"that differ in {', '.join(sorted(keys))}, on which the figures themselves depend; set stages.{name}.best "
+            "to a query for the run_id by something else"
+            + (", or eval.max_response_tokens" if keys == {"rollout.max_response_tokens"} else "")
+        )
 
 
 def _check_comparable(runs: Sequence[PlannedRun], unfinished: Sequence[PlannedRun]) -> None:

@@ -318,14 +318,15 @@ def check_engine(
         ConfigError: The engine is missing or computes on another device, or a sequence doesn't fit.
     """
     found = find_engine(rollout)
-    device, on_cpu, or_wait = config.runtime.device, found.device == "cpu", ""
+    device, on_cpu, before = config.runtime.device, found.device == "cpu", ""
     chosen = f"runtime.device = {device!r}"
     if device == "auto" and decided != "auto":
         device, chosen = decided, f"the Ray cluster has {'no GPU' if decided == 'cpu' else 'GPUs'}"
-        or_wait = "wait until its GPU nodes have joined, or " if decided == "cpu" else ""
+        before = "wait until its GPU nodes have joined, or " if decided == "cpu" else ""
     elif device == "auto" and config.services.ray_address is None:
         device, has = ("cuda", "a GPU") if torch.cuda.is_available() else ("cpu", "no GPU")
         chosen = f"this machine, on which the run is alone, has {has}"
+        before = "" if on_cpu else "set services.ray_address to a cluster with GPUs, or "
     if device not in ("auto", found.device) and rollout.kind == "program":
         raise ConfigError(
             f"{chosen}, but {found.engine} of rollout.program {rollout.program!r} computes on "
@@ -334,7 +335,7 @@ def check_engine(
     if device not in ("auto", found.device):
         raise ConfigError(
             f"{chosen}, but the installed vLLM is built for "
-            f"{'CPUs' if on_cpu else 'CUDA'}; {or_wait}install the other build: sluice "
+            f"{'CPUs' if on_cpu else 'CUDA'}; {before}install the other build: sluice "
             f"engine install vllm --{'cuda' if on_cpu else 'cpu'}"
         )
     dtype = rollout.dtype_on("cpu" if on_cpu else "cuda")

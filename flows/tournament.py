@@ -27,6 +27,7 @@ from infra.storage import places
 from infra.storage.folder import read_record
 from infra.storage.lineage import load_fork, owner_of_steps
 from infra.storage.runs import RunDirectory
+from rl_core.training.optimizer import learning_rate
 from schemas.base import Frozen
 from schemas.config.changes import rejected_changes
 from schemas.config.load import load_config, override_config
@@ -46,6 +47,7 @@ BUILT_IN = {path.stem: path for path in sorted(CONFIGS.glob("*.toml")) if not pa
 BUILT_IN_SECTIONS = ("advantage", "loss", "kl")
 # A short fork has not the steps that a profile names, and nobody is asked whether it may go on.
 UNATTENDED = ("runtime.profile_steps=[]", "approval.when=[]", "approval.on_failed_queries=false")
+_RATE = {"optim.lr", "optim.schedule"}
 CHILD = "from infra.processes import lifeline; lifeline.end_with_parent(); from flows.cli import main; main.main()"
 
 
@@ -67,6 +69,7 @@ class Tournament(Frozen):
     at: int  # how many of the run's steps the forks have
     fork_steps: int  # of the first round
     methods: dict[str, Method]
+    keeps_rates: bool = False  # of forks, see `_kept_rate`; those of earlier versions of Sluice decay in each round
 
     def save(self, directory: RunDirectory) -> None:
         """Write it."""
@@ -205,7 +208,8 @@ def open_tournament(
         history = History(directory)
         at = max(history.possible_versions(), default=0) if at is None else at
         first, stop = steps or history.newest_steps(NUM_STEPS)
-        found = Tournament(name=name, first=first, stop=stop, at=at, fork_steps=fork_steps or FORK_STEPS, methods={})
+        length = fork_steps or FORK_STEPS
+        found = Tournament(name=name, first=first, stop=stop, at=at, fork_steps=length, methods={}, keeps_rates=True)
     asked = {"--steps": steps, "--at": at, "--fork-steps": fork_steps}
     known = {"--steps": (found.first, found.stop), "--at": found.at, "--fork-steps": found.fork_steps}
     other = [option for option, value in asked.items() if value not in (None, known[option])]
@@ -250,24 +254,45 @@ def plan_forks(directory: RunDirectory, tournament: Tournament, names: Sequence[
     """Check that the methods' forks can be made, and return those that don't exist yet; nothing is made.
 
     Raises:
-        UserError: One can't be made; or a run of its id exists and is something else.
+        UserError: One can't be made, or would learn nothing; or a run of its id exists and is something else.
     """
-    planned = []
+    own, planned = directory.config(), []
     for name in names:
-        fork = tournament.fork_of(directory, name)
-        changes = (*tournament.methods[name].overrides, *UNATTENDED, f"steps={tournament.at + tournament.fork_steps}")
+        fork, method = tournament.fork_of(directory, name), tournament.methods[name]
+        changes = (*method.overrides, *UNATTENDED, f"steps={tournament.at + tournament.fork_steps}")
+        wanted = override_config(own, changes, directory.run_id)
+        decays = tournament.keeps_rates and wanted.optim.schedule != "constant"
         if not fork.exists:
+            changes += _kept_rate(wanted, name, tournament.at, own.steps) if decays else ()
             planned.append(plan_fork(directory, tournament.at, fork.run_id, overrides=changes))
             continue
         origin = load_fork(fork)
-        wanted = override_config(directory.config(), changes, directory.run_id)
         is_it = origin is not None and (origin.run_id, origin.step) == (directory.run_id, tournament.at)
-        if not is_it or rejected_changes(wanted, fork.config()):
+        rejected = set(rejected_changes(wanted, fork.config())) - (
+            _RATE if decays else set()
+        )  # the run may be longer now
+        if not is_it or rejected:
             raise RunError(
                 f"run {fork.run_id} exists, and is no fork of {directory.run_id}@{tournament.at} with the settings of "
                 f"method {name}; remove it, or give --name for another tournament"
             )
     return planned
+
+
+def _kept_rate(config: RunConfig, name: str, at: int, num_steps: int) -> tuple[str, ...]:
+    """Return changes with which a method's fork keeps the learning rate that a run of `num_steps` steps has after `at`.
+
+    Over the few steps of a round, its schedule would decay from almost nothing to 0.
+    """
+    after_warmup = config.optim.warmup_updates  # with which the fork goes on if it isn't over
+    rate = learning_rate(config.optim, after_warmup, at, 0, num_steps)
+    if not rate:
+        raise RunError(
+            f"method {name} has optim.schedule = {config.optim.schedule!r}, whose learning rate is 0 after step {at} "
+            f"of {num_steps}, so that a fork would learn nothing: give an earlier step with --at, or fork the run with "
+            "optim.schedule=constant, and hold the tournament of that run"
+        )
+    return ("optim.schedule=constant", f"optim.lr={rate!r}")
 
 
 def rank(standings: Sequence[Standing], stop: int) -> Round:
@@ -300,7 +325,7 @@ async def hold_tournament(run_id: str, runs_dir: str, name: str, methods: tuple[
     What a fork has done already isn't repeated: the flow can be run again after any interruption.
 
     Raises:
-        RunError: A fork stopped for a reason that is not its method's; or no fork could go on.
+        RunError: A fork stopped for a reason that is not its method's, or was changed; or no fork could go on.
     """
     directory = RunDirectory.open(run_id, runs_dir)
     halving = _halve(directory, open_tournament(directory, name, ()), methods)
@@ -322,6 +347,13 @@ async def _halve(directory: RunDirectory, tournament: Tournament, methods: Seque
                 tournament.save(directory)
         if error := next((each for each in outcomes if isinstance(each, BaseException)), None):
             raise error
+        for method in going:
+            if not (tournament.methods[method].failure or is_trained(forks[method], stop)):
+                raise RunError(
+                    f"run {forks[method].run_id}, a fork of the tournament, has {forks[method].metrics.num_steps()} of "
+                    f"{stop} steps, or not the evaluation after them, although it was trained: another process has "
+                    "changed it; once that has ended, the same command goes on"
+                )
         rounds.append(rank([_standing(tournament, each, forks[each], stop) for each in going], stop))
         going = tuple(standing.method for standing in rounds[-1].standings[: rounds[-1].num_kept])
     return tuple(rounds)

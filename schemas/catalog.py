@@ -85,7 +85,7 @@ CATALOG: dict[str, ColumnSpec] = _by_name(
     ColumnSpec(name="prefix_tokens", axis="row", dtypes=("int32",), producer="rollout", unit="token"),
     ColumnSpec(name="finish_reason", axis="row", dtypes=("string",), producer="rollout"),
     ColumnSpec(name="turn_tokens", axis="turn", dtypes=("int32",), producer="rollout", unit="token"),
-    # The tokens between two turns, in the code a bridge; another name would cost the columns that runs have stored.
+    # An environment's tokens after a turn; a column of another name would cost those that runs have stored.
     ColumnSpec(name="turn_bridge_tokens", axis="turn", dtypes=("int32",), producer="rollout", unit="token"),
     ColumnSpec(name="turn_parents", axis="turn", dtypes=("int32",), producer="rollout", unit="token"),
     ColumnSpec(name="turn_rewards", axis="turn", dtypes=("float",), producer="rollout", unit="reward"),

@@ -213,6 +213,11 @@ def gpu_bytes_in(error: BaseException) -> int:
     return round(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if there is none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Return whether an error says that a file system has no space, or that a quota is used up."""
     return isinstance(error, OSError) and error.errno in _NO_SPACE

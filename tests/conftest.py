@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from infra.variables import LOCAL_RAY_VARIABLES, set_variables
+from tests.support.ended import require_ended
 from tests.support.progress import DeadlockDetector
 
 # A slow example is no failure.
@@ -91,6 +92,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Fail a test that hangs; nothing fails for being slow."""
     with DeadlockDetector():
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that is marked with a command which wasn't run."""
+    yield
+    require_ended(item)
 
 
 @pytest.fixture(scope="session")

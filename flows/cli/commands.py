@@ -194,9 +194,9 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     from flows.cli.run import run_training
     from flows.lifecycle.secrets import take_secrets
     from flows.lifecycle.session import prefect_session
-    from flows.preflight import check_run
+    from flows.preflight import check_start
     from flows.summary import finished_summary
-    from infra.storage.runs import RunDirectory, resumed_config
+    from infra.storage.runs import RunDirectory
     from schemas.config.load import override_config
 
     directory = RunDirectory.open(run, runs_dir)
@@ -205,14 +205,13 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     # A run that was given by its path may have been moved.
     if RunDirectory.at(config, directory.run_id).url != directory.url:
         config = config.replace(runtime=config.runtime.replace(runs_dir=directory.runs_dir))
-    config = resumed_config(directory, config)
     directory.ledger.is_outdated()  # raises if a newer Sluice wrote it
     if (finished := finished_summary(config, directory.run_id)) is not None:
         console.print(
             f"run {directory.run_id} is complete: {finished.steps} of {config.steps} steps; nothing to resume"
         )
         return
-    check_run(config, directory)
+    config = check_start(config, directory)
     done = directory.metrics.num_steps()
     console.print(f"resuming {directory.run_id}: {done} of {config.steps} steps are done")
     with prefect_session(config.services, console):

@@ -1,7 +1,9 @@
 """`sluice tournament`: what it prints, and its page."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from statistics import fmean
 
 from rich.console import Console
@@ -31,6 +33,7 @@ from flows.tournament import (
     plan_forks,
 )
 from infra.storage import places
+from infra.storage.driver_lock import file_lock
 from infra.storage.runs import RunDirectory
 from schemas.config.load import differences
 from schemas.errors import UserError
@@ -65,11 +68,18 @@ def run_tournament(
         UserError: A method, a step or a fork can't be had; nothing was computed.
         PipelineError: What a stage raises, or a fork.
     """
-    told = Console(stderr=True) if as_json else console
     methods = parse_methods(texts)
-    names = tuple(method.name for method in methods)
-    known = open_tournament(directory, name, methods, parse_steps(steps) if steps else None, at, fork_steps)
+    begin = partial(open_tournament, directory, name, methods, parse_steps(steps) if steps else None, at, fork_steps)
+    begin()  # what is refused here leaves no file
     method_configs(directory, methods)
+    with _alone(directory, name):
+        _run_tournament(console, directory, begin(), [method.name for method in methods], forks=forks, as_json=as_json)
+
+
+def _run_tournament(
+    console: Console, directory: RunDirectory, known: Tournament, names: Sequence[str], *, forks: bool, as_json: bool
+) -> None:
+    told = Console(stderr=True) if as_json else console
     planned = plan_forks(directory, known, names) if forks else []
     with told.status("checking model, data and reward"):
         for fork in planned:
@@ -89,13 +99,13 @@ def run_tournament(
         services = directory.config().services
         with prefect_session(services, told):
             rounds = run_to_end(
-                lambda: hold_tournament(directory.run_id, directory.runs_dir, name, names),
+                lambda: hold_tournament(directory.run_id, directory.runs_dir, known.name, tuple(names)),
                 services,
                 lambda error, _: (
                     None if isinstance(error, UserError) else "the same command goes on with the tournament"
                 ),
             )
-        known = open_tournament(directory, name, methods)  # with what the flow has found
+        known = open_tournament(directory, known.name, ())  # with what the flow has found
         page = _write_page(directory, known, names, rounds)
     if as_json:
         found = {"steps": [known.first, known.stop], "at": known.at, "page": page}
@@ -106,6 +116,17 @@ def run_tournament(
         _print_table(console, _criterion(rounds), RANKING, _ranking_rows(rounds), left=3)
         console.print(f"{_best(rounds)} of {len(names)}", highlight=False)
     console.print(f"wrote {page}", soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def _alone(directory: RunDirectory, name: str) -> Iterator[None]:
+    """Hold a tournament's lock during the block; in a bucket there is none."""
+    if not directory.is_local:
+        yield
+        return
+    advice = "wait for its end, or end that process first; --name begins another tournament"
+    with file_lock(directory.path / f"{file_name(name)}.lock", f"tournament {name} of run {directory.run_id}", advice):
+        yield
 
 
 def _print_table(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> None:
@@ -223,7 +244,13 @@ def _forks_panel(directory: RunDirectory, known: Tournament, names: Sequence[str
     charts: list[Chart] = [line_chart("reward", rewards)]
     if any(line.x for line in accuracies):
         charts.append(line_chart("held-out accuracy", accuracies))
-    return Panel("Forks", "Each is a run of its own. Steps are counted from 1.", charts=charts)
+    text = "Each is a run of its own. Steps are counted from 1."
+    configs = method_configs(directory, [known.methods[name] for name in names]).values()
+    if known.keeps_rates and any(config.optim.schedule != "constant" for config in configs):
+        text += (
+            f" With a decaying optim.schedule, a fork keeps the learning rate that the run has after step {known.at}."
+        )
+    return Panel("Forks", text, charts=charts)
 
 
 def _methods_panel(directory: RunDirectory, known: Tournament, names: Sequence[str]) -> Panel:

@@ -12,7 +12,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, PREFECT_CLOUD_API_URL
 
 from infra.services.prefect_api import prefect_responds
-from schemas.errors import PipelineError, ServerLostError
+from schemas.errors import PipelineError, ServerLostError, first_line
 
 POLL_SECONDS = 1.0
 MAX_OUTAGES = 5  # during one call
@@ -54,7 +54,7 @@ async def call_through_outages(
         if (result := find_result()) is not None:
             return result
     raise ServerLostError(
-        f"the Prefect server at {_api_url()} responds, but failed {MAX_OUTAGES} times in a row: {_first_line(last)}"
+        f"the Prefect server at {_api_url()} responds, but failed {MAX_OUTAGES} times in a row: {first_line(last)}"
     )
 
 
@@ -66,7 +66,7 @@ def shown_in_ui(call: Callable[P, Coroutine[Any, Any, Result]]) -> Callable[P, C
         try:
             return await call(*args, **kwargs)
         except API_ERRORS as error:
-            logger.warning("the Prefect UI lacks an artifact, as %s failed: %s", call.__name__, _first_line(error))
+            logger.warning("the Prefect UI lacks an artifact, as %s failed: %s", call.__name__, first_line(error))
             return None
 
     return guarded
@@ -83,14 +83,14 @@ async def _wait_for_server(patience_seconds: float, error: Exception) -> None:
     logger.warning(
         "the Prefect server at %s doesn't respond (%s); waiting %g s at most (services.prefect_patience_seconds)",
         url,
-        _first_line(error),
+        first_line(error),
         patience_seconds,
     )
     while not await asyncio.to_thread(prefect_responds, url, cloud_key(url)):
         if time.monotonic() - started > patience_seconds:
             raise ServerLostError(
                 f"the Prefect server at {url} has not responded for {patience_seconds:g} s "
-                f"(services.prefect_patience_seconds): {_first_line(error)}"
+                f"(services.prefect_patience_seconds): {first_line(error)}"
             ) from error
         await asyncio.sleep(POLL_SECONDS)
     logger.warning("the Prefect server responds; the run goes on")
@@ -110,7 +110,3 @@ def _own_error(error: BaseException | None) -> PipelineError | None:
 
 def _api_url() -> str:
     return str(PREFECT_API_URL.value())
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0] or type(error).__name__

@@ -30,6 +30,7 @@ Changes = dict[str, str]  # settings, as overrides of a config
 Fits = Callable[[Changes], bool | None]
 
 BUDGET_TOKENS = 64  # the largest token budget that fits is found in these steps
+MOST_RANKS_PER_ENGINE_GPU = 4  # policy ranks, beyond which a plan warns
 SHARES = 100  # and the largest share of a GPU for an engine, in hundredths
 
 
@@ -181,9 +182,20 @@ def _plan(config: RunConfig, footprint: Footprint, cluster: Cluster, reward: Rew
         Limit(name="host memory", where=where, used=host.num_bytes, available=cluster.host_bytes),
         Limit(name="store", where="columns of a step", used=footprint.store_bytes, available=footprint.capacity_bytes),
     ]
+    warnings = (*model.warnings, *(_idle_gpus(config) if placement.on_gpus else ()))
     return Resources(
-        cluster=cluster, workers=workers, shared=shared, host=host, limits=tuple(limits), warnings=model.warnings
+        cluster=cluster, workers=workers, shared=shared, host=host, limits=tuple(limits), warnings=warnings
     )
+
+
+def _idle_gpus(config: RunConfig) -> Iterator[str]:
+    """Yield a warning if most of a run's GPUs wait while its few engines sample."""
+    engines, ranks, each = config.rollout.num_workers, config.runtime.num_policy_ranks, config.rollout.gpus_per_worker
+    if config.sft is None and engines * each * MOST_RANKS_PER_ENGINE_GPU < ranks:
+        yield (
+            f"{engines * each} GPUs sample for {ranks} policy ranks, which wait for them; raise rollout.num_workers = "
+            f"{engines}" + (f" to {ranks}" if config.runtime.placement == "colocated" else "")
+        )
 
 
 def _shared_phases(workers: tuple[WorkerMemory, ...], placement: Placement) -> PhaseBytes | None:

@@ -14,7 +14,7 @@ from infra.storage.identity import claim_identity
 from infra.storage.lineage import Fork, owner_of, save_fork
 from infra.storage.runs import RunDirectory, installed_versions
 from infra.workers.inputs import check_models, has_record, model_paths, record_inputs
-from schemas.config.changes import is_changeable
+from schemas.config.changes import is_changeable, measuring_changes
 from schemas.config.load import changed_keys, differences, override_config
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
@@ -96,21 +96,27 @@ def make_fork(fork: PlannedFork) -> None:
     """Make a fork. One that is interrupted leaves no run, as `config.json` is written last.
 
     Raises:
-        RunError: Another process makes it, or `checkpoint.url` or `store.url` holds what another run of its id has
-            written.
+        RunError: Another process makes it, or has made it meanwhile, or `checkpoint.url` or `store.url` holds what
+            another run of its id has written.
         PipelineError: What the workers raise, if updates have to be repeated.
     """
     parent, directory = fork.parent, fork.directory
     if directory.is_local:
         directory.path.mkdir(parents=True, exist_ok=True)
     with driver_lock(directory):
+        if directory.exists:
+            raise RunError(
+                f"run {directory.run_id} was made by another process meanwhile, and is left as it is; start the same "
+                "command again, which goes on with it, or says how"
+            )
         claim_identity(directory, fork.config)  # first: what is removed must be its own
         checkpoints = open_checkpoints(directory, fork.config.checkpoint)
         checkpoints.remove_all()  # of a fork that was interrupted
         save_fork(directory, fork.lineage)
         link_past(parent, directory, fork.lineage)
         write_version(fork.history, fork.start, checkpoints, directory.run_id)
-        directory.metrics.copy_from(parent.metrics, fork.step)
+        has_evals = not measuring_changes(parent.config(), fork.config)  # else it evaluates the same weights otherwise
+        directory.metrics.copy_from(parent.metrics, fork.step, with_evals=has_evals)
         directory.decisions.copy_from(parent.decisions, fork.step)
         directory.metrics.append_event(_event(fork))
         directory.ledger.create()

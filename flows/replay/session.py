@@ -87,11 +87,7 @@ class ReplaySession:
             step.release()
 
     async def rewind(self, checkpoints: CheckpointStore, version: int) -> None:
-        """Have the policy hold a version, whichever it holds now; all checkpoints but that one are removed.
-
-        Args:
-            checkpoints: Where that version's checkpoint is.
-            version: The version.
+        """Have the policy hold a version, whichever it holds now; all checkpoints but its one are removed.
 
         Raises:
             CheckpointError: It isn't complete there.

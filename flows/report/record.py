@@ -1,6 +1,5 @@
 """What a run's directory holds for a report."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from typing import Self
 
 from infra.storage.run_list import RunState, run_state
 from infra.storage.runs import RunDirectory
+from schemas.base import digest_of
 from schemas.config.run import RunConfig
 from schemas.step import EvalReport, RunEvent, RunSummary, StepReport, averaged_steps, comparable, mean_of
 
@@ -77,13 +77,9 @@ class RunRecord:
             {name: value for name, value in sorted(report.metrics.items()) if not name.endswith("_seconds")}
             for report in self.steps
         ]
-        return _digest(json.dumps(values))
+        return digest_of(json.dumps(values))
 
     @property
     def plans_digest(self) -> str:
         """A hash of every step's plan: the same rows in the same updates, ranks and micro-batches have the same."""
-        return _digest("".join(report.plan or "" for report in self.steps))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest_of("".join(report.plan or "" for report in self.steps))

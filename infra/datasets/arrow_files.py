@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra.datasets.columns import UNSUPPORTED_COLUMNS, ColumnChoice
-from schemas.errors import DataError
+from schemas.errors import DataError, first_line
 
 Decoder = Callable[[Any], Any]
 
@@ -86,7 +86,7 @@ def read_parquet(file: Path, choose: ColumnChoice) -> Iterator[dict[str, Any]]:
             columns = choose(str(file), source.schema_arrow.names)
             yield from _rows(file, source.iter_batches(columns=columns))
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file} can't be read as Parquet: {_first_line(error)}") from error
+        raise DataError(f"{file} can't be read as Parquet: {first_line(error)}") from error
 
 
 def read_stream(file: Path, choose: ColumnChoice) -> Iterator[dict[str, Any]]:
@@ -100,7 +100,7 @@ def read_stream(file: Path, choose: ColumnChoice) -> Iterator[dict[str, Any]]:
             columns = choose(str(file), stream.schema.names)
             yield from _rows(file, (batch.select(columns) for batch in stream))
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file} can't be read as an Arrow stream: {_first_line(error)}") from error
+        raise DataError(f"{file} can't be read as an Arrow stream: {first_line(error)}") from error
 
 
 def saved_shards(folder: Path) -> list[Path]:
@@ -155,7 +155,3 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from infra.datasets import PromptRow
 from infra.engines.base import DecodingRows, Generation, GenerationRequest, RolloutEngine, Sampling
 from infra.environments.answers import Answers
-from infra.environments.bridge import Dialogue
+from infra.environments.dialogue import Dialogue
 from infra.environments.journal import Journal
 from infra.environments.pool import EnvironmentPool
 from infra.environments.program import write_turn
@@ -111,7 +111,7 @@ class _Turns:
             for row, place in zip(asked, self._rows.begin(self._requests(asked)), strict=True):
                 self._set_place(row, place)
 
-    def go_on(self, row: TrajectoryBuilder, bridge: np.ndarray, *, branches: bool) -> None:
+    def go_on(self, row: TrajectoryBuilder, token_ids: np.ndarray, *, branches: bool) -> None:
         """Begin the next turn of a trajectory after these tokens, on the path of its newest turn or on another one."""
         if row.place < 0:
             self.begin([row])
@@ -121,7 +121,7 @@ class _Turns:
             self._set_place(row, self._rows.branch(row.place, request))
         else:
             assert request.max_tokens is not None, "each turn has a limit"
-            self._rows.extend(row.place, bridge, request.seeds[0], request.max_tokens, request.stop)
+            self._rows.extend(row.place, token_ids, request.seeds[0], request.max_tokens, request.stop)
 
     def step(self) -> list[tuple[TrajectoryBuilder, Generation]]:
         """Return the turns that end with the next token, with their trajectories."""
@@ -244,10 +244,10 @@ class Episodes:
                 return end
             if dialogue is None or exchange.reply is None:
                 return None
-            bridge, parent, end = self._answer(row, dialogue, exchange.reply, sampling.max_response_tokens)
+            token_ids, parent, end = self._answer(row, dialogue, exchange.reply, sampling.max_response_tokens)
             if end is not None:
                 return end
-            row.add_bridge(bridge, parent)
+            row.add_environment_tokens(token_ids, parent)
         return None
 
     def _decode(
@@ -283,12 +283,12 @@ class Episodes:
                         builders[number] = self._builder(number, prompts[number], seeds[number], is_restarted=True)
                         turns.begin([builders[number]])
                         continue
-                    bridge, parent, end = self._answer(row, dialogue, reply, sampling.max_response_tokens)
+                    token_ids, parent, end = self._answer(row, dialogue, reply, sampling.max_response_tokens)
                     if end is not None:
                         turns.end(row)
                         yield self._finish(row, end)
                         continue
-                    turns.go_on(row, bridge, branches=row.add_bridge(bridge, parent) or row.is_apart)
+                    turns.go_on(row, token_ids, branches=row.add_environment_tokens(token_ids, parent) or row.is_apart)
 
     def _begun(self, prompt: PromptRow, reply: Reply | None) -> tuple[PromptRow, _Reset]:
         """Return a row's prompt with what the reset has added to it, and how the reset went."""
@@ -407,11 +407,11 @@ class Episodes:
         if len(row.turns) >= dialogue.config.max_turns:
             return *nothing, "turns"
         try:
-            bridge, parent = self._continue(row, dialogue, reply)
+            token_ids, parent = self._continue(row, dialogue, reply)
         except ChatTemplateError as error:
             row.failure = f"turn {len(row.turns)}: {error}"
             return *nothing, "failed"
-        return bridge, parent, "length" if row.num_tokens + len(bridge) >= limit else None
+        return token_ids, parent, "length" if row.num_tokens + len(token_ids) >= limit else None
 
     def _continue(self, row: TrajectoryBuilder, dialogue: Dialogue, reply: Reply) -> tuple[np.ndarray, int]:
         """Return the tokens up to a row's next turn, and the number of the one that they follow, or -1."""
@@ -419,18 +419,18 @@ class Episodes:
         if reply.roles:
             token_ids = dialogue.encode(reply)
             num_common, parent = row.find_beginning(token_ids)
-            bridge, row.tools = token_ids[num_common:], reply.tools
+            token_ids, row.tools = token_ids[num_common:], reply.tools
         else:
             if reply.after > len(row.turns):
                 raise ChatTemplateError(f"the answer follows turn {reply.after}, but there are {len(row.turns)}")
             parent, row.tools = row.end_of(reply.after or len(row.turns))
-            bridge = dialogue.bridge(reply.role, reply.observations, int(row.tokens[parent]), row.tools)
+            token_ids = dialogue.environment_tokens(reply.role, reply.observations, int(row.tokens[parent]), row.tools)
             if reply.after:
-                num_common, parent = row.find_beginning(bridge, parent)
-                bridge = bridge[num_common:]
+                num_common, parent = row.find_beginning(token_ids, parent)
+                token_ids = token_ids[num_common:]
         if parent != len(row.tokens) - 1 and (fault := self._branch_fault()) is not None:
             raise ChatTemplateError(f"the trajectory branches, but {fault}")
-        return bridge, parent
+        return token_ids, parent
 
     def _finish(self, row: TrajectoryBuilder, end: EpisodeEnd) -> tuple[int, Trajectory]:
         self._answers.end(row.number)

@@ -10,7 +10,7 @@ from infra.datasets import PromptDataset, PromptRow
 from infra.datasets.environments import schemas_of_tools
 from infra.engines.base import RolloutEngine
 from infra.engines.families import branch_fault
-from infra.environments.bridge import Dialogue
+from infra.environments.dialogue import Dialogue
 from infra.environments.episodes import Episodes
 from infra.environments.launch import fill
 from infra.environments.pool import EnvironmentClass, EnvironmentPool

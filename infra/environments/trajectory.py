@@ -44,7 +44,7 @@ class Turn:
 
     num_tokens: int  # that the model sampled
     action: str  # the same as text, without the token that ended it
-    num_bridge_tokens: int = 0  # of the environment, that follow in the row
+    num_environment_tokens: int = 0  # of the environment, that follow in the row
     observations: Sequence[str] = ()
     reward: float = 0.0
 
@@ -78,7 +78,7 @@ class Trajectory(Generation):
     def last_turn_ids(self) -> np.ndarray:
         """The tokens of the model's last turn: int32."""
         turn = self.turns[-1]
-        return self.token_ids[len(self.token_ids) - turn.num_tokens - turn.num_bridge_tokens :][: turn.num_tokens]
+        return self.token_ids[len(self.token_ids) - turn.num_tokens - turn.num_environment_tokens :][: turn.num_tokens]
 
     @property
     def feedback(self) -> str:
@@ -88,7 +88,7 @@ class Trajectory(Generation):
     def reward_info(self) -> dict[str, Any]:
         """Return what a reward function gets in `info`, in addition to the data row's own."""
         sampled = [turn.num_tokens for turn in self.turns]
-        after = turns_followed(sampled, [turn.num_bridge_tokens for turn in self.turns], self.parents)
+        after = turns_followed(sampled, [turn.num_environment_tokens for turn in self.turns], self.parents)
         turns = [
             {
                 "action": turn.action,
@@ -219,7 +219,7 @@ class TrajectoryBuilder:
         if reply.requests:
             self._requests.append(reply.requests)
 
-    def add_bridge(self, token_ids: np.ndarray, parent: int) -> bool:
+    def add_environment_tokens(self, token_ids: np.ndarray, parent: int) -> bool:
         """Add the tokens between a turn and the next one; return whether they begin a branch.
 
         Args:
@@ -280,14 +280,14 @@ def describe(trajectories: Sequence[Trajectory]) -> Metrics:
     if not trajectories:
         return {}
     count = len(trajectories)
-    bridges = sum(int((~trajectory.loss_mask).sum()) for trajectory in trajectories)
+    between = sum(int((~trajectory.loss_mask).sum()) for trajectory in trajectories)
     ends = Counter(trajectory.end for trajectory in trajectories)
     own = Counter[str]()
     for trajectory in trajectories:
         own.update(trajectory.metrics)
     return {
         "turns": Mean(total=sum(len(trajectory.turns) for trajectory in trajectories), weight=count),
-        "turns/environment_tokens": Mean(total=bridges, weight=count),
+        "turns/environment_tokens": Mean(total=between, weight=count),
         "turns/branches": Mean(total=sum(trajectory.num_branches for trajectory in trajectories), weight=count),
         "turns/branch_tokens": Mean(
             total=sum(trajectory.num_branch_tokens for trajectory in trajectories), weight=count

@@ -35,8 +35,8 @@ def read_row_tokens(
 
     Returns:
         Of each row: `run_id`, `step`, `row`, and `num_rows` of the step; `columns` of single values; `turns`, each with
-        its `tokens`, `bridge_tokens`, `reward`, `advantage`, `after`, the number of the turn that it goes on from, and
-        `branch`, where that is another token than the one before it, if the row has turns; `tree`, the same as a text;
+        its `tokens`, `environment_tokens`, `reward`, `advantage`, `after`, the number of the turn that it goes on from,
+        and `branch`, where that is another token than the one before it, if the row has turns; `tree`, as a text;
         `prompt` and `response`, each with `num_tokens`, `ids` and `token_texts`, the tokens' texts; `values` of each
         token of the response, by name; `no_token_texts`: why the tokens have no texts, else null.
 
@@ -121,7 +121,7 @@ def _single_values(columns: dict[str, pa.Array], at: int) -> dict[str, Any]:
 
 def turns_of(columns: dict[str, pa.Array], at: int) -> list[dict[str, Any]]:
     """Return the turns of one of several rows, see `read_row_tokens`; none if it has no columns of them."""
-    names = {"turn_tokens": "tokens", "turn_bridge_tokens": "bridge_tokens"}
+    names = {"turn_tokens": "tokens", "turn_bridge_tokens": "environment_tokens"}
     names |= {"turn_rewards": "reward", "turn_advantages": "advantage"}
     present = {short: columns[name][at].as_py() for name, short in names.items() if name in columns}
     if "tokens" not in present:
@@ -131,7 +131,7 @@ def turns_of(columns: dict[str, pa.Array], at: int) -> list[dict[str, Any]]:
     if BRANCH_COLUMNS[-1] in columns:
         followed = turns_followed(*(columns[name][at].as_py() for name in BRANCH_COLUMNS))
         found = branches_of(*(columns[name][at : at + 1] for name in BRANCH_COLUMNS))
-        ends = np.cumsum([turn["tokens"] + turn["bridge_tokens"] for turn in turns])
+        ends = np.cumsum([turn["tokens"] + turn["environment_tokens"] for turn in turns])
         for number, parent in zip(found.turn.tolist(), found.parent.tolist(), strict=True):
             turns[number]["branch"] = _branch(parent, ends, turns)
     for turn, number in zip(turns, followed, strict=True):
@@ -141,7 +141,7 @@ def turns_of(columns: dict[str, pa.Array], at: int) -> list[dict[str, Any]]:
 
 def turn_slices(turns: Sequence[Mapping[str, Any]]) -> list[slice]:
     """Return where in its response the tokens of each turn are."""
-    ends = np.cumsum([turn["tokens"] + turn["bridge_tokens"] for turn in turns]).tolist()
+    ends = np.cumsum([turn["tokens"] + turn["environment_tokens"] for turn in turns]).tolist()
     return [slice(start, start + turn["tokens"]) for start, turn in zip([0, *ends], turns, strict=False)]
 
 
@@ -165,7 +165,7 @@ def tree_of(
         max_turns: More are left out.
 
     Example:
-        >>> sizes = {"tokens": 8, "bridge_tokens": 5}
+        >>> sizes = {"tokens": 8, "environment_tokens": 5}
         >>> turns = [{**sizes, "after": 0}, {**sizes, "after": 1}, {**sizes, "after": 0, "branch": "branch at the end"}]
         >>> call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
         >>> print(tree_of(turns, [call, "", ""], 20, is_trained=True))
@@ -176,7 +176,7 @@ def tree_of(
         24 of 39 tokens trained
     """
     suffix = {None: "", True: " trained", False: ", not trained"}[is_trained]
-    before = [0, *(turn["bridge_tokens"] for turn in turns)]
+    before = [0, *(turn["environment_tokens"] for turn in turns)]
     lines = [f"prompt: {_tokens(num_prompt)}"]
     below: dict[int, list[int]] = {}
     for number, turn in enumerate(turns[:max_turns], start=1):

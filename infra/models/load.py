@@ -28,7 +28,7 @@ from infra.models.weights import load_weights
 from rl_core.model_folder import TOKENIZER_FILES, check_model_folder, load_config
 from rl_core.scoring import RouterReplay
 from schemas.config.model import ModelConfig
-from schemas.errors import ModelError, WeightsError
+from schemas.errors import ModelError, WeightsError, first_line
 from schemas.weights import Adapter, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.path)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise ModelError(f"model.path {config.path}: the tokenizer can't be loaded: {_one_line(error)}") from error
+        raise ModelError(f"model.path {config.path}: the tokenizer can't be loaded: {first_line(error)}") from error
     return tokenizer
 
 
@@ -172,7 +172,7 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
     except ModelError:
         raise
     except Exception as error:  # json and transformers raise unrelated types for bad configs
-        raise ModelError(f"model.path {config.path}: the model can't be loaded: {_one_line(error)}") from error
+        raise ModelError(f"model.path {config.path}: the model can't be loaded: {first_line(error)}") from error
     if getattr(model.config, "quantization_config", None) is not None:
         raise ModelError(f"model.path {config.path}: its weights are quantized and can't be trained; use the original")
     return model
@@ -244,7 +244,7 @@ def build_meta_model(config: ModelConfig) -> PreTrainedModel:
     except ModelError:
         raise
     except ValueError as error:
-        raise ModelError(f"model.path {config.path}: not a causal language model: {_one_line(error)}") from error
+        raise ModelError(f"model.path {config.path}: not a causal language model: {first_line(error)}") from error
 
 
 def check_weights(
@@ -339,7 +339,7 @@ def _generation_config(path: str) -> GenerationConfig | None:
         if not (file.exists() or isinstance(_cached(path), str)):
             return None
         raise ModelError(
-            f"{file} can't be read: {_one_line(error)}; correct it, or take it from the model's original folder"
+            f"{file} can't be read: {first_line(error)}; correct it, or take it from the model's original folder"
         ) from error
 
 
@@ -366,10 +366,6 @@ def _set_dropout_to_zero(owner: nn.Module | PretrainedConfig) -> None:
     for name, value in list(vars(owner).items()):
         if "drop" in name and isinstance(value, float):  # attention_dropout, attn_pdrop, layerdrop
             setattr(owner, name, 0.0)
-
-
-def _one_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def constants_to_buffers(model: PreTrainedModel) -> None:

@@ -89,10 +89,6 @@ class Parent:
 
     Messages are preceded by their length (`MESSAGE_BYTES`). A fork of this process neither reads nor answers.
 
-    Args:
-        descriptor: The socket's.
-        memory: That of the shared state.
-
     Attributes:
         state: Shows the parent what this process does.
     """

@@ -27,15 +27,16 @@ def connect(address: str, *, py_modules: Sequence[str] = (), secrets: Collection
         secrets: Variables that Ray, which writes a job's environment to its logs, does not get.
 
     Raises:
-        ServiceError: Nothing responds at `address`, it is one of Ray Client's, or Ray or Python differ there; or the
-            user's code has connected this process.
+        ServiceError: Nothing responds at `address`, it is one of Ray Client's, or Ray, Python or the token differ
+            there; or the user's code has connected this process.
     """
     import ray
 
     if address.startswith("ray://"):
         raise ServiceError(
             f"{address} is of Ray Client, which was removed in 0.3: the driver runs on a node of the cluster; submit "
-            "it as a job: ray job submit --address http://HEAD:8265 -- sluice train CONFIG services.ray_address=auto"
+            "it as a job: ray job submit --address http://HEAD:8265 -- bash -c 'cd FOLDER && exec sluice train CONFIG "
+            "services.ray_address=auto'"
         )
     if _is_connected(address):
         return
@@ -53,8 +54,14 @@ def connect(address: str, *, py_modules: Sequence[str] = (), secrets: Collection
             logging_level=logging.WARNING,
             log_to_driver=False,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         raise ServiceError(f"can't connect to {address}: {' '.join(str(error).split())}") from None
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:  # with another token, Ray tells the first
+        reason = str(error).partition(". ")[0].rstrip(".")
+        raise ServiceError(
+            f"can't connect to {address}: {reason}; if Ray runs there, set RAY_AUTH_MODE=token and the cluster's "
+            "RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) on each machine, or RAY_AUTH_MODE=disabled on all"
+        ) from None
     finally:
         signal.signal(signal.SIGTERM, handler)
     _connected[:] = [address]

@@ -42,18 +42,9 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
 
 
-def write_atomic(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replace `path` with `text`: readers and kills see the old file or the new one, never a part of it.
-
-    Args:
-        path: The file.
-        text: Its new content.
-        mode: Its permissions, less the umask.
-    """
-    with (
-        replacing(path) as temporary,
-        open(temporary, "w", opener=lambda name, flags: os.open(name, flags, mode)) as file,
-    ):
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` with `text`: readers and kills see the old file or the new one, never a part of it."""
+    with replacing(path) as temporary, open(temporary, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

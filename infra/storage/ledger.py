@@ -69,8 +69,8 @@ class Ledger:
         return self._folder.place
 
     def create(self) -> None:
-        """Make an empty ledger of this version's format."""
-        self._write_format()
+        """Make an empty ledger of this version's format, or give an emptied one its format."""
+        self._folder.write(_FORMAT_FILE, LedgerFormat(format=FORMAT).model_dump_json().encode())
 
     def steps(self) -> list[int]:
         """Return the steps that have entries, in order."""
@@ -130,7 +130,4 @@ class Ledger:
         """Delete all entries, and change the ledger to this version's format."""
         for step in self.steps():
             self.drop_step(step)
-        self._write_format()  # last: if this process is killed before, the entries are deleted the next time
-
-    def _write_format(self) -> None:
-        self._folder.write(_FORMAT_FILE, LedgerFormat(format=FORMAT).model_dump_json().encode())
+        self.create()  # last: if this process is killed before, the entries are deleted the next time

@@ -102,13 +102,13 @@ class MetricsFile:
         """Return when the last line was written, Unix time; None if there is none."""
         return self._lines.modified()
 
-    def copy_from(self, source: "MetricsFile", num_steps: int) -> None:
+    def copy_from(self, source: "MetricsFile", num_steps: int, *, with_evals: bool = True) -> None:
         """Replace all reports by another run's: of its first `num_steps` steps, and of evaluations up to their end."""
         rows = (
             row
             for row in source._rows()
             if (row["kind"] == "step" and row["step"] < num_steps)
-            or (row["kind"] == "eval" and row["policy_version"] <= num_steps)
+            or (with_evals and row["kind"] == "eval" and row["policy_version"] <= num_steps)
         )
         self._lines.replace(json.dumps(row) + "\n" for row in rows)
 
@@ -214,15 +214,7 @@ class DecisionsFile:
 
 
 class StepFiles(Generic[Content]):
-    """One JSON file per step.
-
-    plans/step-000007.json
-
-    Args:
-        folder: The run's directory.
-        name: The files' folder.
-        content: What a file holds.
-    """
+    """One JSON file of a kind of content per step, such as `plans/step-000007.json` in the run's directory."""
 
     def __init__(self, folder: Folder, name: str, content: type[Content]) -> None:
         self._folder, self._name, self._format = folder, name, TypeAdapter(content)

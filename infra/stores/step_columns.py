@@ -92,8 +92,8 @@ def close_other_steps(run: RunHandle, step: int) -> None:
             archive_step(run, left)
 
 
-def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int) -> bool:
-    """If the run's ledger is of an older format, drop the steps from `first` on, so that they are run again.
+def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int) -> None:
+    """Drop the steps from `first` on of a run whose ledger is of an older format, so that they are run again.
 
     Their columns, their plans and all of the ledger's entries are deleted; then the ledger has this version's format.
     The column store is started again, as an older version may have left its registry behind. For the same reason the
@@ -103,15 +103,7 @@ def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int) 
         directory: The run, which no driver may be driving.
         config: Its config.
         first: The version of the newest complete checkpoint, which includes the steps before; 0 if there is none.
-
-    Returns:
-        Whether the ledger was of an older format.
-
-    Raises:
-        RunError: The ledger is of a newer format.
     """
-    if not directory.ledger.is_outdated():
-        return False
     found = f"a ledger of format {directory.ledger.format()}, this Sluice writes format {FORMAT}"
     logger.warning(
         "run %s has %s: the steps after checkpoint %d are run again",
@@ -127,7 +119,6 @@ def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int) 
             store.clear(step)
     directory.journals.drop_all()
     directory.ledger.renew()
-    return True
 
 
 def drop_steps(directory: RunDirectory, config: RunConfig) -> None:

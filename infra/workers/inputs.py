@@ -270,11 +270,12 @@ def _row_sets(config: RunConfig) -> dict[RowSet, tuple[list[str], list[float]]]:
 def _fingerprint(config: RunConfig, rows: RowSet) -> str:
     """Return a digest of all that the tokens of rows, and their order, depend on."""
     assert config.sft is not None
-    folder = Path(config.model.path)
     values = {
         "data": [(data_digest(path), weight) for path, weight in zip(*_row_sets(config)[rows], strict=True)],
-        "tokenizer": _tokenizer_digest(folder) or config.model.path,
-        "model": _digest(folder.glob("config.json")),  # the number of token ids, and the tokens that end responses
+        "tokenizer": tokenizer_digest(config),
+        "model": _digest(
+            Path(config.model.path).glob("config.json")
+        ),  # the number of token ids, and the tokens that end responses
         "settings": config.sft.model_dump(mode="json", include={"max_tokens", "loss_on", "tools"}),
         "overlong": config.data.overlong,
         "template": config.data.model_dump(mode="json", include={"chat_template_kwargs"}),
@@ -295,6 +296,11 @@ def data_digest(path: str) -> str:
     from infra.datasets.files import data_files  # here: transformers is imported with it
 
     return _digest(data_files(path))
+
+
+def tokenizer_digest(config: RunConfig) -> str:
+    """Return a digest of the model's tokenizer and chat template; of one on the hub, its id."""
+    return _tokenizer_digest(Path(config.model.path)) or config.model.path
 
 
 def evaluation_digest(config: RunConfig) -> str:

@@ -71,13 +71,8 @@ def reward_model_of(config: RunConfig, number: int) -> ModelReward:
 def decide_device(config: RunConfig, gpus: Sequence[int], num_cpus: float) -> Device:
     """Return what all workers of a run compute on.
 
-    Args:
-        config: The run.
-        gpus: The GPUs of each node.
-        num_cpus: The cores of all nodes.
-
     Raises:
-        ConfigError: There are too few; the message names configs that fit.
+        ConfigError: There are too few `gpus` of the nodes, or cores of them all; the message names configs that fit.
     """
     runtime, ranks = config.runtime, config.runtime.num_policy_ranks
     if runtime.device == "cpu" or (runtime.device == "auto" and not sum(gpus)):

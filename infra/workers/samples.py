@@ -150,7 +150,9 @@ def _turns(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
     lengths = np.array([len(trajectory.turns) for trajectory in trajectories])
     return {
         "turn_tokens": jagged(np.array([turn.num_tokens for turn in turns], dtype=np.int32), lengths),
-        "turn_bridge_tokens": jagged(np.array([turn.num_bridge_tokens for turn in turns], dtype=np.int32), lengths),
+        "turn_bridge_tokens": jagged(
+            np.array([turn.num_environment_tokens for turn in turns], dtype=np.int32), lengths
+        ),
         "turn_parents": jagged(
             np.array([parent for trajectory in trajectories for parent in trajectory.parents], dtype=np.int32), lengths
         ),

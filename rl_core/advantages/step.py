@@ -14,6 +14,7 @@ from rl_core.advantages.estimators import estimate
 from rl_core.advantages.shaping import ShapedRows, shape_rows
 from rl_core.advantages.turn_level import Turns, advantages_of_turns
 from rl_core.planning.plan import PrefixesLike, plan_step
+from rl_core.rollout.responses import response_metrics
 from rl_core.views.integers import as_int64
 from schemas.config.advantage import GdpoAdvantage, TurnLevelAdvantage
 from schemas.config.reward import WeightedReward
@@ -104,7 +105,7 @@ def _plan_given_rows(config: RunConfig, step: int, rollout: RolloutHandle) -> St
         turns=None,
         plan=plan,
         metrics={
-            "response/tokens": Mean(total=int(loss_tokens.sum()), weight=len(loss_tokens)),
+            "response/tokens": response_metrics(rollout)["response/tokens"],
             "tokens": Sum(value=_num_tokens(rollout)),
             "rows/skipped": Sum(value=plan.num_skipped_rows),
         },
@@ -181,7 +182,6 @@ def _shape(
 def _metrics(rewards: Floats, shaped: Floats, groups: Ints, sampled: RolloutHandle) -> Metrics:
     """Return the metrics of the rows that the step sampled, of which those with a reward are given."""
     is_equal = find_equal(shaped, groups, int(groups.max()) + 1)
-    lengths, truncated = as_int64(sampled.loss_tokens), as_int64(sampled.truncated)
     low, high = np.quantile(rewards, (0.1, 0.9)).tolist()
     num_failed = sampled.num_rows - len(rewards)
     return {
@@ -191,8 +191,7 @@ def _metrics(rewards: Floats, shaped: Floats, groups: Ints, sampled: RolloutHand
         "reward/failed": Sum(value=num_failed),
         "reward/failed_fraction": Mean(total=num_failed, weight=sampled.num_rows),
         "groups/zero_variance": Mean(total=int(is_equal.sum()), weight=len(is_equal)),
-        "response/tokens": Mean(total=int(lengths.sum()), weight=len(lengths)),
-        "response/truncated": Mean(total=int(truncated.sum()), weight=len(truncated)),
+        **response_metrics(sampled),
     }
 
 

@@ -74,10 +74,8 @@ def policy_loss(
     weights, token_metrics = correction_weights(trained, correction)
     token_losses = surrogate.losses if weights is None else surrogate.losses * weights
     penalties, penalty_metrics = _penalties(trained, loss, kl)
-    token_metrics |= penalty_metrics | distilled
-    if surrogate.ratio is None:
-        token_metrics["cross_entropy"] = -trained.policy_logprobs
-    else:
+    token_metrics |= penalty_metrics | distilled | surrogate.metrics
+    if surrogate.ratio is not None:
         token_metrics["approx_kl"] = kl_estimate("k3", log_ratio(trained))
     loss_sum = aggregate(token_losses + penalties + divergences, trained, loss.aggregation) + nan_unless_finite(trained)
     update_denominator = denominator(loss.aggregation, norm_tokens, num_loss_tokens, num_live_sequences)

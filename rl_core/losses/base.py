@@ -5,7 +5,7 @@ of all micro-batches on all ranks therefore add up to the update's loss, and the
 split. A sequence without a trained token counts in no denominator.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -128,9 +128,10 @@ class Surrogate:
 
     losses: Tensor  # [T], with gradient
     # [T], policy over behavior probability, as clipped by this loss; one of samples that uses none returns that of
-    # `log_ratio`. None: of the cross-entropy alone, which is reported in its place.
+    # `log_ratio`. None: of the cross-entropy alone, which has no samples.
     ratio: Tensor | None
     clipped: dict[str, Tensor]  # [T] bool by side, "low", "high", "dual" or "cov": the tokens that it clips; {}: none
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # [T] what else it reports, by name: means over tokens
 
 
 def log_ratio(trained: LossInputs) -> Tensor:

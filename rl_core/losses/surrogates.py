@@ -160,7 +160,8 @@ def kl_cov_loss(config: KlCovLoss, trained: LossInputs) -> Surrogate:
 
 def cross_entropy_loss(_: CrossEntropyLoss, trained: LossInputs) -> Surrogate:
     """Compute -logp per token: advantages and behavior log-probs play no part, and there is no ratio."""
-    return Surrogate(losses=-trained.policy_logprobs, ratio=None, clipped={})
+    losses = -trained.policy_logprobs
+    return Surrogate(losses=losses, ratio=None, clipped={}, metrics={"cross_entropy": losses})
 
 
 SURROGATES: Registry[[LossInputs], Surrogate] = Registry(

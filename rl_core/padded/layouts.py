@@ -11,10 +11,9 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from rl_core.columns.jagged import Array, row_lengths
-from rl_core.padded.nesting import RunLengths, Side
+from rl_core.columns.jagged import Array
+from rl_core.padded.nesting import RunLengths
 from schemas.catalog import Axis, column_spec
 from schemas.errors import ColumnError
 
@@ -45,7 +44,6 @@ class PaddedLayout:
     derived: Mapping[str, Rule] = field(default_factory=dict)  # [B, P + R], checked but not stored
     channels: Mapping[str, str] = field(default_factory=dict)  # [B, C, P + R], to columns <axis>_<stem>_<channel>
     scalars: frozenset[str] = frozenset()  # one number for the whole batch
-    sides: Mapping[Axis, Side] = field(default_factory=lambda: {"prompt": "left", "response": "right"})
 
     @property
     def ids(self) -> dict[Axis, str]:
@@ -168,20 +166,3 @@ class Geometry:
     dtypes: Mapping[str, str]  # torch's names, for the fields that are tensors
     scalars: Mapping[str, float]
     channels: Mapping[str, int] = field(default_factory=dict)  # the number of channels of each field that has several
-
-    @classmethod
-    def canonical(cls, columns: pa.RecordBatch, layout: PaddedLayout, widths: Mapping[Axis, int]) -> Geometry:
-        """Create the geometry of columns that were never padded from the layout's sides and the given widths.
-
-        Raises:
-            ColumnError: A row is longer than its width, or a column of token ids is missing.
-        """
-        ids = {axis: layout.fields[name].column for axis, name in layout.ids.items()}
-        require_names(columns.schema.names, list(ids.values()), "the columns lack")
-        lengths = {axis: row_lengths(columns.column(column)) for axis, column in ids.items()}
-        return cls(
-            runs={axis: RunLengths.from_lengths(lengths[axis], widths[axis], layout.sides[axis]) for axis in ids},
-            fields={name: entry for name, entry in layout.fields.items() if entry.column in columns.schema.names},
-            dtypes=dict.fromkeys([*layout.masks, *layout.derived], "int64"),
-            scalars={},
-        )

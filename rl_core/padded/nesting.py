@@ -7,7 +7,7 @@ them are marked by a separate bool column, `loss_mask`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,6 @@ from schemas.errors import ColumnError
 
 if TYPE_CHECKING:
     import torch
-
-Side = Literal["left", "right"]
 
 VALUE_DTYPES = ("bool", "uint16", "int32", "float32")  # of the catalog's jagged columns
 
@@ -48,32 +46,8 @@ class RunLengths:
         steps = np.diff(np.pad(exists.view(np.int8), ((0, 0), (1, 1))), axis=1)
         rows, starts = np.nonzero(steps == 1)
         stops = np.nonzero(steps == -1)[1]
-        return cls._narrow(width, np.bincount(rows, minlength=num_rows), starts, stops)
-
-    @classmethod
-    def from_lengths(cls, lengths: Array, width: int, side: Side = "right") -> RunLengths:
-        """Create the mask of rows of the given `lengths`, [B] integers, padded to `width` on one `side`.
-
-        Raises:
-            ColumnError: A row is longer than the width; the message names the first.
-            ValueError: The width is negative, or the side is neither "left" nor "right".
-        """
-        if width < 0 or side not in ("left", "right"):
-            raise ValueError(f"width is {width} and side {side!r}, expected a width from 0 and 'left' or 'right'")
-        too_long = np.flatnonzero(lengths > width)
-        if too_long.size:
-            row = int(too_long[0])
-            raise ColumnError(
-                f"row {row} has {lengths[row]} values, more than the width {width}; {too_long.size} of "
-                f"{lengths.size} rows are too long, the longest has {lengths.max()}: pass a larger width"
-            )
-        sizes = lengths[lengths > 0]
-        starts = width - sizes if side == "left" else np.zeros_like(sizes)
-        return cls._narrow(width, lengths > 0, starts, starts + sizes)
-
-    @classmethod
-    def _narrow(cls, width: int, num_runs: Array, starts: Array, stops: Array) -> RunLengths:
         dtype = np.min_scalar_type(width)
+        num_runs = np.bincount(rows, minlength=num_rows)
         return cls(width, num_runs.astype(dtype), starts.astype(dtype), stops.astype(dtype))
 
     @property

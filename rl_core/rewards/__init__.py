@@ -1,5 +1,6 @@
 """Rewards: `load_reward`, `score_one`, `score_all`; a new one is a config class, a module and a line in `LOADERS`."""
 
+from collections.abc import Callable
 from typing import Any
 
 from rl_core.registry import Registry, entry
@@ -26,7 +27,7 @@ from rl_core.rewards.built_in import (
     score_full_marks,
     score_reasoning_gym,
 )
-from rl_core.rewards.math import load_math
+from rl_core.rewards.math import load_math, mark_answer
 from rl_core.rewards.numeric import load_numeric
 from rl_core.rewards.outcome import RewardOutcome, as_stored, group_outcome
 from rl_core.user_code import import_user_module
@@ -49,7 +50,9 @@ from schemas.errors import RewardImportError
 
 __all__ = [
     "LOADERS",
+    "RESPONSES",
     "AnyRewardFunction",
+    "Respond",
     "RewardItem",
     "RewardOutcome",
     "as_stored",
@@ -133,3 +136,24 @@ LOADERS: Registry[[], AnyRewardFunction] = Registry(
     entry(WeightedReward, _load_weighted),
 )
 """Loaders of reward functions: (config) -> function."""
+
+Respond = Callable[[str], str]  # answer -> a response that gives it
+_NOT_COMPARED: Respond | None = None
+
+RESPONSES: Registry[[], Respond | None] = Registry(
+    "rl_core.rewards.RESPONSES",
+    RewardConfig,
+    entry(FunctionReward, lambda _: _NOT_COMPARED),
+    entry(JudgeReward, lambda _: _NOT_COMPARED),
+    entry(ModelReward, lambda _: _NOT_COMPARED),
+    entry(ExactReward, lambda _: str),
+    entry(EnvironmentReward, lambda _: _NOT_COMPARED),
+    entry(ReasoningGymReward, lambda _: str),
+    entry(NumericReward, lambda _: str),
+    entry(MathReward, lambda _: mark_answer),
+    entry(FormatReward, lambda _: _NOT_COMPARED),
+    entry(LengthReward, lambda _: _NOT_COMPARED),
+    entry(GroupFunctionReward, lambda _: _NOT_COMPARED),
+    entry(WeightedReward, lambda _: _NOT_COMPARED),  # its parts are
+)
+"""How a response gives an answer to each kind of reward; None of those that compare no response with the answer."""

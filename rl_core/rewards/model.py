@@ -15,7 +15,7 @@ from rl_core.scoring import use_packed_attention
 from rl_core.scoring.pooled import pack_whole, packed_pooled_scores, prepare_pooled, score_head
 from schemas.config.kinds import CLOCK, Variable
 from schemas.config.reward import ModelReward
-from schemas.errors import ChatTemplateError, DataError, ModelError, ScoringError
+from schemas.errors import ChatTemplateError, DataError, ModelError, ScoringError, first_line
 
 ROLES = ("user", "assistant")
 
@@ -62,7 +62,7 @@ class RewardModel:
                 self._config.path, dtype=dtype, use_safetensors=True, output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError) as error:
-            raise _model_error(self._config, _first_line(error)) from error
+            raise _model_error(self._config, first_line(error)) from error
         if missing := sorted(found["missing_keys"]):
             raise _model_error(
                 self._config,
@@ -143,7 +143,7 @@ def build_meta_reward_model(config: ModelReward) -> PreTrainedModel:
                 described, dtype=torch.float32
             )
     except Exception as error:  # transformers and torch raise unrelated types for bad configs
-        raise _model_error(config, _first_line(error)) from error
+        raise _model_error(config, first_line(error)) from error
     try:
         score_head(model)
         use_packed_attention(model)
@@ -163,7 +163,7 @@ def load_reward_tokenizer(config: ModelReward) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.path)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise _model_error(config, f"the tokenizer can't be loaded: {_first_line(error)}") from error
+        raise _model_error(config, f"the tokenizer can't be loaded: {first_line(error)}") from error
     if tokenizer.chat_template is None:
         raise _model_error(
             config,
@@ -198,7 +198,3 @@ def _finite(score: float) -> float | ValueError:
 
 def _model_error(config: ModelReward, text: str) -> ModelError:
     return ModelError(f"reward.path {config.path}: {text}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

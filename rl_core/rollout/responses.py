@@ -1,4 +1,4 @@
-"""What the driver knows of responses, whose tokens it never has: numbers of each, and how long a step's are. N rows."""
+"""What the driver knows of responses, whose tokens it never has: numbers of each, and metrics of them. N rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.views.integers import IntsLike, as_int64
+from schemas.metrics import Mean, Metrics
+from schemas.rollout import RolloutHandle
 from schemas.summary import LengthHistogram
 
 # Buckets of lengths that are the same in every step and every run.
@@ -38,6 +40,23 @@ def describe_responses(
         "loss_tokens": [int(mask.sum()) for mask in loss_masks],
         "truncated": [int(reason == "length") for reason in finish_reasons],
     }
+
+
+def response_metrics(rollout: RolloutHandle) -> Metrics:
+    """Return the means over rows of what `describe_responses` tells of each; absent if no row has it.
+
+    Example:
+        >>> from schemas.rollout import RolloutShard
+        >>> ids, masks = [np.array([5, 6, 7]), np.array([8])], [np.array([True, False, True]), np.array([True])]
+        >>> scalars = describe_responses(ids, masks, ["length", "stop"])
+        >>> row = {"rewards": (1.0, 0.0), "group_ids": (0, 0), "prompt_lengths": (2, 2)}
+        >>> shard = RolloutShard(shard=0, worker=0, groups=(0,), **row, **scalars)
+        >>> found = response_metrics(RolloutHandle(step=0, policy_version=0, shards=(shard,)))
+        >>> {name: metric.value for name, metric in found.items()}
+        {'response/tokens': 1.5, 'response/truncated': 0.5}
+    """
+    of_rows = {"response/tokens": rollout.loss_tokens, "response/truncated": rollout.truncated}
+    return {name: Mean(total=int(as_int64(n).sum()), weight=len(n)) for name, n in of_rows.items() if n}
 
 
 def count_lengths(lengths: IntsLike) -> LengthHistogram:

@@ -1,7 +1,7 @@
 """Packed scoring: `packed_scores` computes exact log-probs of jagged rows without padding or stored logits."""
 
 from rl_core.scoring.attention import PACKED_ATTENTION, register, use_packed_attention, use_padded_attention
-from rl_core.scoring.logprobs import TokenScores, packed_logprobs, packed_scores, padded_scores
+from rl_core.scoring.logprobs import TokenScores, packed_scores, padded_scores
 from rl_core.scoring.packing import Branch, PackedRow, pack_row
 from rl_core.scoring.probe import leak_probe, padded_probe
 from rl_core.scoring.routing import RouterReplay
@@ -17,7 +17,6 @@ __all__ = [
     "check_structure",
     "leak_probe",
     "pack_row",
-    "packed_logprobs",
     "packed_scores",
     "padded_probe",
     "padded_scores",

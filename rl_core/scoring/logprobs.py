@@ -75,16 +75,8 @@ def padded_scores(
 ) -> TokenScores:
     """Compute the result of `packed_scores` by a right-padded forward with a mask and the model's own attention.
 
-    It is the oracle and the fallback for packed scoring, and computes S * max(len) positions for sum(len) tokens.
-
-    Args:
-        model: A causal language model that doesn't use packed attention.
-        row: Like all further arguments, as for `packed_scores`.
-        temperature: Positive.
-        chunk_tokens: C.
-        entropy: Whether to compute the entropy.
-        top_k: K.
-        num_tokens: Among how many tokens they are sought.
+    It is the oracle and the fallback for packed scoring, and computes S * max(len) positions for sum(len) tokens. The
+    model must not use packed attention; the other arguments are as there.
 
     Raises:
         ScoringError: The model uses packed attention, its LM head isn't supported, or a sequence is longer than its
@@ -114,11 +106,6 @@ def head_logprobs(model: PreTrainedModel, token_ids: Tensor) -> tuple[Tensor, Te
     options = _head_options(model, 1.0, len(token_ids), entropy=False, top_k=0)
     ours = score_hidden_states(model, states, token_ids[1:], options).logprobs
     return ours, own.gather(-1, token_ids[1:, None])[:, 0]
-
-
-def packed_logprobs(model: PreTrainedModel, row: PackedRow, *, temperature: float, chunk_tokens: int) -> Tensor:
-    """Return only the log-probs of `packed_scores`: [R], with gradient."""
-    return packed_scores(model, row, temperature=temperature, chunk_tokens=chunk_tokens).logprobs
 
 
 def score_hidden_states(

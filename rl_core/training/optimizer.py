@@ -117,17 +117,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
 def learning_rate(config: OptimConfig, num_updates: int, step: int, part: int, num_steps: int) -> float:
     """Return the learning rate of update `part` (from 0) of step `step` (from 0) of a run of `num_steps` steps.
 
-    It warms up linearly over the first `warmup_updates`, then is constant, or decays by a line or a half cosine to 0
-    at the end of the run. The decay follows the steps, not the updates: a fork may have other `updates_per_step` than
-    the steps that it took over, and a step with few rows has fewer updates than that. If the warm-up is as long as the
-    run in the updates of such a fork, past it the rate is that of a decay over all steps.
-
-    Args:
-        config: The optimizer's config.
-        num_updates: Updates before this one.
-        step: The step.
-        part: The update within the step.
-        num_steps: The steps of the run.
+    It warms up linearly over the first `warmup_updates` (`num_updates` were before), then is constant, or decays by a
+    line or a half cosine to 0 at the end of the run. The decay follows the steps, not the updates: a fork may have
+    other `updates_per_step` than the steps that it took over, and a step with few rows has fewer updates than that. If
+    the warm-up is as long as the run in the updates of such a fork, past it the rate is that of a decay over all steps.
     """
     if num_updates < config.warmup_updates:
         return config.lr * (num_updates + 1) / (config.warmup_updates + 1)

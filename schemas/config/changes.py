@@ -1,11 +1,11 @@
 """Which settings may differ when a run is resumed, and digests of the settings that a stage's result depends on."""
 
-import hashlib
 import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+from schemas.base import digest_of
 from schemas.config.load import changed_keys, flat_values
 from schemas.config.run import RunConfig
 
@@ -60,6 +60,9 @@ OF_PARTS = re.compile(
     r"|environment\.sandbox\.program"
 )
 FIXED = ("runtime.max_staleness",)
+# On what an evaluation's figures depend besides `eval`, the held-out rows and the weights: of samples, and of rows.
+MEASURING = ("reward", "environment", "rollout.stop", "rollout.stop_token_ids", "data.chat_template_kwargs")
+MEASURING_ROWS = ("sft.loss_on", "sft.tools", "data.chat_template_kwargs")
 # Those of them on which log-probs and plans depend: who computes them, and in which micro-batches.
 SCORING = ("packing", "runtime.device", "runtime.num_policy_ranks")
 
@@ -72,6 +75,30 @@ def is_changeable(key: str) -> bool:
 def rejected_changes(before: RunConfig, after: RunConfig) -> list[str]:
     """Return the dotted keys in which two configs differ although that would be another run, sorted."""
     return [key for key in changed_keys(before, after) if not is_changeable(key)]
+
+
+def measuring_changes(before: RunConfig, after: RunConfig) -> list[str]:
+    """Return the dotted keys, sorted, by which evaluations of two configs differ for the same weights.
+
+    Those of `eval` and the held-out rows are not among them: reports of evaluations say by which they were made.
+    """
+    if (before.sft is None) != (after.sft is None):
+        return ["sft"]
+    pair, drops = (before, after), "drop" in (before.data.overlong, after.data.overlong)
+    if before.sft is not None:
+        names = (*MEASURING_ROWS, *(["sft.max_tokens"] if drops else []))
+    else:
+        limit, other_limit = (each.eval.max_response_tokens or each.rollout.max_response_tokens for each in pair)
+        given, other = (
+            {source.label: source.environment for source in each.data.sources if source.environment} for each in pair
+        )
+        names = (
+            *MEASURING,
+            *(["data.max_prompt_tokens"] if drops else []),
+            *(["rollout.max_response_tokens"] if limit != other_limit else []),
+            *(["data.sources"] if given != other else []),
+        )
+    return [key for key in rejected_changes(before, after) if _is_in(key, names)]
 
 
 def keep_batches(before: RunConfig, after: RunConfig) -> RunConfig:
@@ -109,7 +136,7 @@ def _digest(config: str, included: tuple[str, ...]) -> str:
         for key, value in flat_values(RunConfig.model_validate_json(config)).items()
         if _is_in(key, included) or not is_changeable(key)
     }
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+    return digest_of(json.dumps(values, sort_keys=True))
 
 
 def _is_in(key: str, names: Sequence[str]) -> bool:

@@ -21,10 +21,9 @@ from benchmarks.gpu.run import markdown
 from benchmarks.step.run import measure_in, render
 from benchmarks.step.workload import QUICK
 from benchmarks.step.workspace import Workspace
+from tests.support.ended import note_ended
 from tests.support.progress import wait_until
 from tests.support.workplace import Workplace
-
-pytestmark = pytest.mark.extended
 
 CHECKOUT = Path(__file__).parents[2]
 BENCH = [sys.executable, "-m", "flows.cli.main", "bench"]
@@ -45,6 +44,7 @@ def bench(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str
         check=False,
     )
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    note_ended(("bench", *arguments))
     return finished
 
 
@@ -59,6 +59,7 @@ def imported_by(finished: "subprocess.CompletedProcess[str]") -> set[str]:
     return {line.rsplit("|", 1)[-1].strip() for line in finished.stderr.splitlines() if "|" in line}
 
 
+@pytest.mark.extended
 @NEEDS_BENCH
 def test_data_plane_measures_and_verifies_every_path() -> None:
     report = report_of(bench("data-plane", "--quick"))
@@ -75,6 +76,7 @@ def test_data_plane_measures_and_verifies_every_path() -> None:
     assert report["paths"]["memcpy"]["bytes"] == report["batch"]["valid_bytes"]
 
 
+@pytest.mark.extended
 @NEEDS_BENCH
 def test_terminating_the_command_ends_all_that_it_started() -> None:
     command = [*BENCH, "data-plane", "--quick"]
@@ -96,6 +98,7 @@ def is_raylet(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.extended
 @NEEDS_BENCH
 def test_sft_has_the_losses_of_trl() -> None:
     pytest.importorskip("trl")
@@ -104,11 +107,13 @@ def test_sft_has_the_losses_of_trl() -> None:
     assert list(report["trainers"]) == ["sluice", *(f"trl, padded, {n} rows a forward" for n in (4, 1)), "trl, packed"]
 
 
+@pytest.mark.command("bench")
 def test_families_of_one_model_type() -> None:
     report = report_of(bench("families", "--quick"))
     assert report == {"llama": dict.fromkeys(COLUMNS)}
 
 
+@pytest.mark.extended
 def test_gpu_s_twin_runs_every_check(tmp_path: Path) -> None:
     done = bench("gpu", "--twin", "--out", str(tmp_path), CUDA_VISIBLE_DEVICES="")
     report = json.loads((tmp_path / "gpu.json").read_text())
@@ -123,6 +128,7 @@ def test_gpu_s_twin_runs_every_check(tmp_path: Path) -> None:
     assert (tmp_path / "gpu.md").read_text() == markdown(report)
 
 
+@pytest.mark.extended
 def test_step_measures_real_runs(workplace: Workplace) -> None:
     # Six rows a step: TRL runs with 3 and 6 of them per forward. The services are those that are there.
     plan = replace(QUICK, samples=3, paths=("overlapped",), peer="trl")

@@ -63,7 +63,8 @@ def start(site: Site, name: str) -> Any:
 
 def environment(name: str) -> Mapping[str, str]:
     given = SERVICES[name]["environment"]
-    return {key: value for key, value in given.items() if "DATABASE" not in key} | {"PREFECT_HOME": ".prefect"}
+    own = {"PREFECT_HOME": ".prefect", "HF_HOME": ".huggingface"}
+    return {key: value for key, value in given.items() if "DATABASE" not in key} | own
 
 
 def log(site: Site, name: str) -> str:

@@ -230,6 +230,7 @@ def test_a_local_prefect_server_that_was_killed_is_started_again(
     assert [states[name].count("COMPLETED") for name in (KILLED, last)] == [1, 1]
 
 
+@pytest.mark.command("train", "resume")
 def test_the_killed_run_ends_the_same(killed: KilledRun, expected: Run, finished: str) -> None:
     check_results(killed.run, expected)
     events = killed.run.metrics.events()
@@ -239,6 +240,7 @@ def test_the_killed_run_ends_the_same(killed: KilledRun, expected: Run, finished
     assert all(event.reason for event in restarts)
 
 
+@pytest.mark.extended
 def test_a_driver_killed_once_its_run_is_complete_leaves_no_worker(workplace: Workplace) -> None:
     driver, run = workplace.start("train", "tiny.toml", "steps=1", "--run-id", COMPLETE), workplace.run(COMPLETE)
     driver.wait_standing(lambda: run.summary() is not None)

@@ -16,6 +16,8 @@ CONFIG = {
     "model": {"path": "model"},
     "data": {"train_path": "train.parquet"},
     "rollout": {"num_prompts": 2, "samples_per_prompt": 2, "max_response_tokens": 8},
+    "runtime": {"placement": "colocated"},
+    "store": {"kind": "shared"},
 }
 
 def score(prompt, completion, answer, info):
@@ -31,12 +33,14 @@ if __name__ == "__main__":
 
 
 def test_a_script_trains_with_a_reward_of_its_own(workplace: Workplace) -> None:
-    """In an event loop, as in a notebook; then the finished run's summary is returned at once."""
+    """In an event loop, as in a notebook, with workers that take turns; then the summary is returned at once."""
     printed = workplace.python(_write(workplace, "my_run.py", SCRIPT.replace("*MORE", "")))
     first, again = _summaries(printed)
     assert first["steps"] == 1
     assert again == first
-    assert workplace.run("scripted").config().reward.path == "scripts.my_run:score"
+    run = workplace.run("scripted")
+    assert run.config().reward.path == "scripts.my_run:score"
+    assert [set(report.memory_by_phase) for report in run.metrics.steps()] == [{"rollout", "scoring", "update"}]
 
 
 @pytest.mark.extended

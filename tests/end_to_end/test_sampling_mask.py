@@ -6,6 +6,7 @@ import pytest
 from infra.models.load import load_model
 from infra.stores.offline import read_step
 from schemas.config.model import ModelConfig
+from tests.support.commands import sluice_in_turn
 from tests.support.engine_checks import plain_logprobs
 from tests.support.run_results import Run
 from tests.support.workplace import Workplace
@@ -52,24 +53,21 @@ def test_each_token_is_one_that_could_be_sampled(masked: Run) -> None:
         assert start == len(ids)
 
 
-def test_a_replay_has_the_same_bits(workplace: Workplace, masked: Run) -> None:
-    assert "same bits" in workplace.sluice("replay", masked.run_id, "--steps", "1")
-    assert (
-        workplace.sluice("sql", masked.run_id, "select min(sampling_mask_counts) > 0 from tokens").split()[-1] == "True"
-    )
-
-
-def test_tokens_between_turns_are_scored_over_all(workplace: Workplace) -> None:
+@pytest.fixture(scope="module")
+def of_turns(workplace: Workplace) -> Run:
     environment = 'environment={kind="class", path="tests.support.games:Asking", max_turn_tokens=12}'
     settings = (*SETTINGS, environment, 'reward={kind="environment"}', "rollout.max_response_tokens=60")
     others = ("steps=2", "eval.every_steps=0", f"rollout.stop_token_ids={STOPS}", "loss.observation_coef=0.1")
     workplace.sluice("train", "tiny.toml", *settings, *others, "store.keep_steps=all", "--run-id", "masked-turns")
-    run = workplace.run("masked-turns")
-    for metrics in run.step_metrics():
+    return workplace.run("masked-turns")
+
+
+def test_tokens_between_turns_are_scored_over_all(of_turns: Run) -> None:
+    for metrics in of_turns.step_metrics():
         assert metrics["turns"] > 1.2
         assert metrics["mismatch/max"] < 1e-4  # engine and trainer score over the same tokens
         assert (metrics["ratio"], metrics["ratio_max"]) == (1.0, 1.0)
-    for row in read_step(run.path, 1, columns=(*COLUMNS, "loss_mask")).to_pylist():
+    for row in read_step(of_turns.path, 1, columns=(*COLUMNS, "loss_mask")).to_pylist():
         start, ids = 0, row["sampling_mask_ids"]
         for token, is_sampled, count in zip(
             *(row[name] for name in ("response_ids", "loss_mask", COLUMNS[1])), strict=True
@@ -77,4 +75,12 @@ def test_tokens_between_turns_are_scored_over_all(workplace: Workplace) -> None:
             assert is_sampled == (count > 0) == (token in ids[start : start + count])
             start += count
         assert start == len(ids)
-    assert "same bits" in workplace.sluice("replay", "masked-turns", "--steps", "1")
+
+
+def test_replays_have_the_same_bits(workplace: Workplace, masked: Run, of_turns: Run) -> None:
+    query = ("sql", masked.run_id, "select min(sampling_mask_counts) > 0 from tokens")
+    replays = (("replay", run.run_id, "--steps", "1") for run in (masked, of_turns))
+    *replayed, (code, asked) = sluice_in_turn(workplace, *replays, query)
+    for ended, printed in replayed:
+        assert (ended, "same bits" in printed) == (0, True), printed
+    assert (code, asked.split()[-1]) == (0, "True")

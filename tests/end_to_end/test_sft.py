@@ -13,15 +13,35 @@ from transformers import AutoModelForCausalLM
 from infra.datasets.sft import load_rows, load_train_rows
 from infra.models.load import load_tokenizer
 from infra.monitors.rows import recorded_rows
+from tests.support.commands import sluice_in_turn
 from tests.support.progress import wait_until
 from tests.support.run_results import Run
 from tests.support.sft import MARKED, sft_config, sft_toml, write_sums
 from tests.support.tracker_files import jsonl_history
 from tests.support.workplace import Workplace
 
-STEPS = 6
+STEPS, WHOLE = 6, "sft-whole"
 MUON = ("steps=5", "optim.kind=muon", "optim.lr=2e-2", "eval.every_steps=0")
 KEPT = ("store.keep_steps=all", "checkpoint.every_steps=2", "checkpoint.keep_last=9")
+# Of the undisturbed run, which they leave as it is.
+COMMANDS = {
+    "replay": ("replay", WHOLE, "--steps", "2"),
+    "inspect": ("inspect", WHOLE, "2", "--rows", "8"),
+    "export": ("export", WHOLE, "exported", "--best"),
+    "report": ("report", WHOLE),
+    "times": (
+        "sql",
+        WHOLE,
+        "select min(n), max(n), count(*) from (select count(*) as n from rows group by prompt_text)",
+    ),
+    "kept": (
+        *("sql", WHOLE, "select prompt_ids, response_ids, loss_mask from rows where step = 1"),
+        *("--out", "kept.parquet"),
+    ),
+    "eval": ("eval", WHOLE),
+    "eval of two": ("eval", WHOLE, "--num-prompts", "2"),
+    "plan": ("plan", "sft.toml"),
+}
 # TRL's trainer, whose steps take the same rows: those of the file, in its order.
 PEER = """
 import json, sys
@@ -29,19 +49,22 @@ from datasets import load_dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-tokenizer = AutoTokenizer.from_pretrained("model")
-tokenizer.chat_template = sys.argv[2]
-options = SFTConfig(
-    output_dir="trl", per_device_train_batch_size=8, max_steps=6, learning_rate=1e-2, lr_scheduler_type="constant",
-    logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False,
-    assistant_only_loss=sys.argv[1] == "assistant", train_sampling_strategy="sequential", max_length=None,
-    model_init_kwargs={"dtype": "float32"}, disable_tqdm=True,
-)
-rows = load_dataset("json", data_files="rows.jsonl", split="train")
-trainer = SFTTrainer(model="model", args=options, train_dataset=rows, processing_class=tokenizer)
-trainer.train()
-steps = [step for step in trainer.state.log_history if "loss" in step]
-print(json.dumps({name: [step[name] for step in steps] for name in ("loss", "grad_norm")}))
+def train(loss_on):
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    tokenizer.chat_template = sys.argv[1]
+    options = SFTConfig(
+        output_dir="trl", per_device_train_batch_size=8, max_steps=6, learning_rate=1e-2, lr_scheduler_type="constant",
+        logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False,
+        assistant_only_loss=loss_on == "assistant", train_sampling_strategy="sequential", max_length=None,
+        model_init_kwargs={"dtype": "float32"}, disable_tqdm=True,
+    )
+    rows = load_dataset("json", data_files="rows.jsonl", split="train")
+    trainer = SFTTrainer(model="model", args=options, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    steps = [step for step in trainer.state.log_history if "loss" in step]
+    return {name: [step[name] for step in steps] for name in ("loss", "grad_norm")}
+
+print(json.dumps({loss_on: train(loss_on) for loss_on in ("assistant", "all")}))
 """
 
 
@@ -55,14 +78,23 @@ def place(workplace: Workplace) -> Workplace:
 @pytest.fixture(scope="module")
 def printed(place: Workplace) -> str:
     monitor = 'monitors=[{kind="jsonl", folder="lines"}]'
-    return place.sluice("train", "sft.toml", "--run-id", "sft-whole", "store.keep_steps=all", monitor)
+    return place.sluice("train", "sft.toml", "--run-id", WHOLE, "store.keep_steps=all", monitor)
 
 
 @pytest.fixture(scope="module")
 def whole(place: Workplace, printed: str) -> Run:
-    return place.run("sft-whole")
+    return place.run(WHOLE)
 
 
+@pytest.fixture(scope="module")
+def shown(place: Workplace, whole: Run) -> dict[str, str]:
+    """What the commands print, all in one process."""
+    found = dict(zip(COMMANDS, sluice_in_turn(place, *COMMANDS.values()), strict=True))
+    assert {name: code for name, (code, _) in found.items()} == dict.fromkeys(COMMANDS, 0), found
+    return {name: text for name, (_, text) in found.items()}
+
+
+@pytest.mark.command("train")
 def test_the_loss_falls(whole: Run, printed: str) -> None:
     losses = [metrics["cross_entropy"] for metrics in whole.step_metrics()]
     assert len(losses) == STEPS
@@ -93,9 +125,9 @@ def test_a_monitor_has_each_value_of_its_steps_and_evaluations(place: Workplace,
     assert found == {name: values for name, values in expected.items() if name != "step"}
 
 
-def test_each_epoch_takes_every_row_once(place: Workplace, whole: Run) -> None:
-    query = "select min(n), max(n), count(*) from (select count(*) as n from rows group by prompt_text)"
-    assert place.sluice("sql", whole.run_id, query).split()[-3:] == ["2", "2", "24"]
+@pytest.mark.command("sql")
+def test_each_epoch_takes_every_row_once(shown: dict[str, str]) -> None:
+    assert shown["times"].split()[-3:] == ["2", "2", "24"]
 
 
 def test_a_killed_run_ends_in_the_same_weights(place: Workplace, whole: Run) -> None:
@@ -181,20 +213,17 @@ def test_adapters_are_resumed_and_exported_merged(place: Workplace) -> None:
     assert sum(losses) / len(losses) == pytest.approx(after, rel=1e-5)
 
 
-def test_history_and_export(place: Workplace, whole: Run) -> None:
-    assert "same bits" in place.sluice("replay", whole.run_id, "--steps", "2")
-    assert "and 2 =" in place.sluice("inspect", whole.run_id, "2", "--rows", "8")
-    place.sluice("export", whole.run_id, "exported", "--best")
-    place.sluice("report", whole.run_id)
+@pytest.mark.command("replay", "inspect", "export", "report")
+def test_history_and_export(place: Workplace, shown: dict[str, str]) -> None:
+    assert "same bits" in shown["replay"]
+    assert "and 2 =" in shown["inspect"]
     model = AutoModelForCausalLM.from_pretrained(place.folder / "exported")
     base = AutoModelForCausalLM.from_pretrained(place.folder / "model")
     weights, before = model.get_input_embeddings().weight, base.get_input_embeddings().weight
     assert not torch.equal(weights, before)
 
 
-def test_rows_of_kept_steps_are_rows_to_train_on(place: Workplace, whole: Run) -> None:
-    query = "select prompt_ids, response_ids, loss_mask from rows where step = 1"
-    place.sluice("sql", whole.run_id, query, "--out", "kept.parquet")
+def test_rows_of_kept_steps_are_rows_to_train_on(place: Workplace, shown: dict[str, str]) -> None:
     config, kept = sft_config(place.folder), str(place.folder / "kept.parquet")
     tokenizer = load_tokenizer(config.model)
     again = {(*row.prompt_ids, *row.response_ids[row.loss_mask]) for row in load_rows(kept, config, tokenizer)}
@@ -204,14 +233,15 @@ def test_rows_of_kept_steps_are_rows_to_train_on(place: Workplace, whole: Run) -
     assert again < first
 
 
-def test_eval_repeats_the_last_evaluation(place: Workplace, whole: Run) -> None:
+@pytest.mark.command("eval")
+def test_eval_repeats_the_last_evaluation(whole: Run, shown: dict[str, str]) -> None:
     last = whole.evaluations()[-1]
-    assert f"policy version 6: {last}, 5 rows" in place.sluice("eval", whole.run_id)
-    assert ", 2 rows" in place.sluice("eval", whole.run_id, "--num-prompts", "2")
+    assert f"policy version 6: {last}, 5 rows" in shown["eval"]
+    assert ", 2 rows" in shown["eval of two"]
 
 
-def test_the_plan_says_what_runs(place: Workplace) -> None:
-    printed = place.sluice("plan", "sft.toml")
+@pytest.mark.command("plan")
+def test_the_plan_says_what_runs(shown: dict[str, str]) -> None:
     for line in (
         "run sft: 6 steps; SFT, loss cross_entropy on assistant tokens",
         "data: 24 training rows, ",
@@ -219,16 +249,27 @@ def test_the_plan_says_what_runs(place: Workplace) -> None:
         "<|user|>0 + 1 =<|assistant|>⟦1<|end|>⟧<|user|>and 2 =<|assistant|>⟦3<|end|>⟧",
         "one step: 8 rows",
     ):
-        assert line in printed
+        assert line in shown["plan"]
+
+
+@pytest.fixture(scope="module")
+def peer(place: Workplace) -> dict[str, dict[str, list[float]]]:
+    """The losses and gradient norms of TRL's steps, by what the loss is on."""
+    pytest.importorskip("trl")
+    printed = place.python("-P", "-c", PEER, MARKED)
+    found: dict[str, dict[str, list[float]]] = json.loads(
+        next(line for line in printed.splitlines() if line.startswith('{"assistant"'))
+    )
+    return found
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "all"])
-def test_losses_and_gradients_are_those_of_trl(place: Workplace, loss_on: str) -> None:
-    pytest.importorskip("trl")
-    peer = place.python("-P", "-c", PEER, loss_on, MARKED)
+def test_losses_and_gradients_are_those_of_trl(
+    place: Workplace, peer: dict[str, dict[str, list[float]]], loss_on: str
+) -> None:
     run_id = f"sft-{loss_on}"
     place.sluice("train", "sft.toml", "--run-id", run_id, f"sft.loss_on={loss_on}", "data.shuffle=false")
-    expected = json.loads(next(line for line in peer.splitlines() if line.startswith('{"loss"')))
+    expected = peer[loss_on]
     found = {name: [metrics[name] for metrics in place.run(run_id).step_metrics()] for name in expected}
     assert len(expected["loss"]) == STEPS
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)

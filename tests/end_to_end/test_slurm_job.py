@@ -40,7 +40,11 @@ ports="--dashboard-agent-listen-port=0 --min-worker-port=0 --max-worker-port=0"
 exec "$@" --node-ip-address="$address" --num-cpus=1 $ports
 """
 SCONTROL = """#!/usr/bin/env bash
-[[ $* == "show hostnames node-[1-2]" ]] && printf '%s\\n' node-1 node-2
+case "$*" in
+    "show hostnames node-[1-2]") printf '%s\\n' node-1 node-2 ;;
+    "show job "*) echo "   JobState=RUNNING Reason=None" ;;
+    *) echo "scontrol $*" ;;
+esac
 """
 
 
@@ -77,6 +81,7 @@ def test_a_job_trains_on_all_machines_and_a_requeued_one_resumes(site: Site) -> 
     printed = (site.folder / "first.log").read_text()
     assert started.returncode == 143, printed
     assert f"resume with: sluice resume {RUN_ID}" in printed
+    assert f"scontrol requeue {JOB['SLURM_JOB_ID']}" in printed
     assert "Traceback" not in printed
     head, others = (site.folder / ".site" / "srun").read_text().splitlines()
     assert "--nodelist=node-1 ray start --block" in head

@@ -234,6 +234,7 @@ def test_a_ray_that_does_not_answer_is_told_at_once(workplace: Workplace) -> Non
     assert "Traceback" not in printed
 
 
+@pytest.mark.command("report", "runs")
 def test_report_and_resume_of_a_finished_run(
     workplace: Workplace, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

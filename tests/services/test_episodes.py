@@ -54,9 +54,9 @@ def run_with(folder: Path, game: str = "Echo", **overrides: Any) -> RunHandle:
 def turns_of(row: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the tokens of each turn, and those of the environment after it."""
     at = 0
-    for sampled, bridge in zip(row["turn_tokens"], row["turn_bridge_tokens"], strict=True):
-        yield row["response_ids"][at : at + sampled], row["response_ids"][at + sampled : at + sampled + bridge]
-        at += sampled + bridge
+    for sampled, between in zip(row["turn_tokens"], row["turn_bridge_tokens"], strict=True):
+        yield row["response_ids"][at : at + sampled], row["response_ids"][at + sampled : at + sampled + between]
+        at += sampled + between
     assert at == len(row["response_ids"])
 
 
@@ -73,15 +73,15 @@ def test_a_trajectory_is_what_the_engine_sampled_and_the_environment_answered(fo
         assert [len(turn) for turn, _ in turns_of(row)] == row["turn_tokens"]
         np.testing.assert_array_equal(
             trained,
-            np.concatenate([np.repeat([True, False], [len(turn), len(bridge)]) for turn, bridge in turns_of(row)]),
+            np.concatenate([np.repeat([True, False], [len(turn), len(between)]) for turn, between in turns_of(row)]),
         )
         assert shard.loss_tokens[number] == trained.sum()
         assert shard.response_lengths[number] == len(trained)
         assert row["prompt_text"].splitlines()[-1].startswith("I am ")
-        for turn, bridge in [*turns_of(row)][:-1]:
+        for turn, between in [*turns_of(row)][:-1]:
             said = len(tokenizer.decode(turn[:-1]))
-            assert tokenizer.decode(bridge).endswith(f": {said}<|assistant|>")
-            assert tokenizer.decode(bridge).startswith(f"{END}<|user|>")
+            assert tokenizer.decode(between).endswith(f": {said}<|assistant|>")
+            assert tokenizer.decode(between).startswith(f"{END}<|user|>")
     assert {row["episode_end"] for row in rows.values()} == {"done"}
     assert sorted({len(row["turn_tokens"]) for row in rows.values()}) == [1, 2, 3]
     assert len({(row["group_id"], row["prompt_text"]) for row in rows.values()}) == len(GROUPS)

@@ -31,6 +31,7 @@ from infra.storage.shared_memory import choose_root
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.config.rollout import ProgramRollout
 from schemas.errors import ConfigError, EngineLostError, WeightsError, WorkerLostError
+from tests.support.commands import sluice_in_turn
 from tests.support.configs import run_config
 from tests.support.engine_checks import (
     MAX_MODEL_LEN,
@@ -59,17 +60,22 @@ from tests.support.workplace import Workplace
 PROGRAM = Path(__file__).parents[2] / "examples" / "own_engine" / "engine.py"
 DOOMED = f"""
 import os, signal, socket, sys
-sys.path.append({str(PROGRAM.parent)!r})
-import engine
+from importlib.metadata import version
+sys.path += [{str(PROGRAM.parent)!r}, {str(Path(frames.__file__).parent)!r}]
+import frames
 
-class Doomed(engine.PlainEngine):
+class Doomed:  # needs no torch
+    def hello(self, arguments, buffers):
+        found = {{"engine": "plain", "version": version("transformers"), "device": "cpu"}}
+        return {{"protocol": frames.PROTOCOL, **found}}, []
+
     def start(self, arguments, buffers):
-        if os.path.exists(__file__ + ".memory"):
-            return super().start(arguments, buffers)
         print("no memory is left", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-engine.frames.serve(socket.socket(fileno=int(sys.argv[1])), Doomed())
+if has_memory := os.path.exists(__file__ + ".memory"):
+    import engine
+frames.serve(socket.socket(fileno=int(sys.argv[1])), engine.PlainEngine() if has_memory else Doomed())
 """
 STARTED = {"dtype": "float32", "max_model_len": 64, "processes": [], "itemsize": 4, "cache_bytes": 0}
 
@@ -203,43 +209,46 @@ def test_its_last_words_are_in_the_error(folder: Path) -> None:
         open_engine(config, load_tokenizer(config.model))
 
 
-def test_a_run_trains_with_it_and_outlives_its_program(workplace: Workplace) -> None:
-    run, python = workplace.run("own"), counting_python(workplace.folder, sys.executable)
-    settings = ("rollout.kind=program", f"rollout.program={PROGRAM}", f"rollout.python={python}", "steps=10000")
-    driver = workplace.start("train", "tiny.toml", "--run-id", run.run_id, "runtime.max_restarts=0", *settings)
-    driver.wait_standing(lambda: run.num_done > 0)
-    killed_at = run.num_done
-    (worker,) = workplace.find_workers("RolloutWorker")
-    (program,) = children_running(str(PROGRAM), worker)
-    program.kill()
-    driver.resume()
-    driver.wait_for(lambda: run.num_done > killed_at + 1)
-    driver.terminate()
-    assert f"plain's process {program.pid} is lost: signal 9 (Killed)" in driver.finish(143)
-    starts = starts_of(python)
-    assert worker.pid in starts
-    assert len(starts) == len({*starts}) == 3  # the driver's check, the worker and its successor
-    assert all(0 <= step["mismatch/max"] < 1e-4 for step in run.step_metrics())  # sampler and trainer agree
-
-
-def test_a_run_whose_program_does_not_start_again_has_all_its_restarts(workplace: Workplace, tmp_path: Path) -> None:
+@pytest.mark.command("ps", "stop")
+def test_a_run_trains_with_it_and_outlives_its_program_and_one_that_does_not_start_again(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    """Another worker starts it; without memory for that, the run has all its restarts. Last, it is stopped."""
+    run, python = workplace.run("own"), counting_python(tmp_path, sys.executable)
     program, memory = tmp_path / "doomed.py", tmp_path / "doomed.py.memory"
     program.write_text(DOOMED)
     memory.touch()
-    run = workplace.run("short-of-memory")
-    settings = ("rollout.kind=program", f"rollout.program={program}", "steps=10000", "runtime.max_restarts=9")
-    driver = workplace.start("train", "tiny.toml", "--run-id", run.run_id, *settings)
-    driver.wait_for(lambda: run.num_done > 0)
-    memory.unlink()
+    settings = ("rollout.kind=program", f"rollout.program={program}", f"rollout.python={python}", "steps=10000")
+    driver = workplace.start("train", "tiny.toml", "--run-id", run.run_id, "runtime.max_restarts=9", *settings)
+    driver.wait_standing(lambda: run.num_done > 0)
+    killed_at = run.num_done
     (worker,) = workplace.find_workers("RolloutWorker")
-    for child in children_running(str(program), worker):
+    (first,) = children_running(str(program), worker)
+    first.kill()
+    driver.resume()
+    driver.wait_for(lambda: run.num_done > killed_at + 1)
+    assert "(restart 1)" not in driver.printed
+    starts = starts_of(python)
+    assert worker.pid in starts
+    assert len(starts) == len({*starts}) == 3  # the driver's check, the worker and its successor
+    memory.unlink()
+    (successor,) = workplace.find_workers("RolloutWorker")
+    for child in children_running(str(program), successor):
         child.kill()
     driver.wait_for(lambda: "(restart 2)" in driver.printed)  # the first ended as no worker could start
     memory.touch()
     done = run.num_done
     driver.wait_for(lambda: run.num_done > done)
-    driver.terminate()
-    driver.finish(143)
+    list_runs = ("ps", "--json")
+    ended = sluice_in_turn(workplace, list_runs, ("stop", run.run_id), list_runs)
+    assert [code for code, _ in ended] == [0, 0, 0], ended
+    listed, stopped, left = (printed.splitlines() for _, printed in ended)
+    (found,) = json.loads(next(line for line in listed if line.startswith("[{")))
+    assert (found["run_id"], found["num_processes"]) == (run.run_id, 3)  # with the store's index
+    assert f"stopped {run.run_id}; resume with: sluice resume {run.run_id}" in stopped
+    assert "[]" in left
+    assert f"plain's process {first.pid} is lost: signal 9 (Killed)" in driver.finish(143)
+    assert all(0 <= step["mismatch/max"] < 1e-4 for step in run.step_metrics())  # sampler and trainer agree
 
 
 def test_a_run_whose_program_is_killed_at_each_start_ends_with_its_last_lines(

@@ -1,12 +1,14 @@
 """The local Prefect server and Ray head: addresses, and how they are found again."""
 
 import asyncio
+import os
 import sqlite3
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Barrier, Thread
@@ -31,6 +33,7 @@ from flows.ui.reporter import delete_old_steps
 from infra.services import local
 from infra.services.local import LocalServices, prefect_responds
 from infra.services.processes import process_tree
+from tests.support.command import make_command
 from tests.support.progress import wait_until
 from tests.support.workplace import Workplace
 
@@ -64,6 +67,15 @@ def test_running_services_are_found_again(services: LocalServices) -> None:
     url = services.prefect_api_url
     assert url is not None
     wait_until(lambda: prefect_responds(url))
+
+
+def test_another_token_than_the_cluster_s_is_refused_with_what_to_set(services: LocalServices) -> None:
+    command = [sys.executable, "-m", "flows.cli.main", "ps", "--address", str(services.ray_address)]
+    own = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x" * 32, "COLUMNS": "1000"}
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"can't connect to {services.ray_address}: " in done.stderr
+    assert "; if Ray runs there, set RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or " in done.stderr
 
 
 class OtherServer(BaseHTTPRequestHandler):
@@ -254,15 +266,22 @@ try:
         assert ray.get_runtime_context().gcs_address == services.ray_address != first
     finally:
         other.stop()
-finally:
+except BaseException:
     services.stop()
+    raise
 """
 
 
-def test_a_process_is_connected_to_the_cluster_that_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.command("down")
+def test_a_process_is_connected_to_the_cluster_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """After its cluster is gone, to another one; but one that its own code has connected it to is left alone."""
+    down = partial(make_command(monkeypatch, capsys), "down", "--services-dir", str(tmp_path / "one"))
     command = [sys.executable, "-c", CONNECT, str(tmp_path / "one"), str(tmp_path / "other")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("this process has connected itself to Ray at 127.0.0.1:") == 2
     assert "again 7" in done.stdout
+    assert down() == (0, "stopped: ray\n", "")  # which the process has left running
+    assert down() == (0, "no local service was running\n", "")

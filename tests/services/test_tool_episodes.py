@@ -13,7 +13,7 @@ import pytest
 from infra.datasets import PromptRow
 from infra.datasets.environments import schemas_of_tools
 from infra.engines.base import Generation, GenerationRequest, Sampling
-from infra.environments.bridge import Dialogue
+from infra.environments.dialogue import Dialogue
 from infra.environments.episodes import Episodes
 from infra.environments.open import environment_class
 from infra.environments.pool import EnvironmentPool
@@ -302,23 +302,23 @@ def test_a_program_leaves_its_chat_and_comes_back(tmp_path: Path) -> None:
     (row,) = play(engine, ["5"], program(tmp_path, BRANCHING, max_turns=9))
     assert (row.failure, row.end, row.reward, row.num_branches) == (None, "done", 1.0, 4)
     assert [sum(name in each for each in row.requests) for name in ("chat_completions", "seconds")] == [7, 7]
-    begin, bridge = "<|user|>2 + 3 =<|assistant|>", "<|end|><|user|>{}<|assistant|>"
-    trunk = f"{begin}a{bridge.format('go on')}"
+    begin, between = "<|user|>2 + 3 =<|assistant|>", "<|end|><|user|>{}<|assistant|>"
+    trunk = f"{begin}a{between.format('go on')}"
     assert engine.prompts == [
         begin,
         trunk,
         "<|user|>2 + 3, in short<|assistant|>",
-        f"{begin}a{bridge.format('again')}",
-        f"{trunk}b{bridge.format('well?')}",
-        f"{trunk}b{bridge.format('well?')}e{bridge.format('so')}",
-        f"{begin}five{bridge.format('go on')}",
+        f"{begin}a{between.format('again')}",
+        f"{trunk}b{between.format('well?')}",
+        f"{trunk}b{between.format('well?')}e{between.format('so')}",
+        f"{begin}five{between.format('go on')}",
     ]
     tokenizer, prompt_ids = make_tokenizer(), make_tokenizer()(begin)["input_ids"]
     begun = [", in short<|assistant|>", "again<|assistant|>", "<|user|>well?<|assistant|>"]
     begun.append(engine.prompts[-1].removeprefix("<|user|>2 + 3 =<|assistant|>"))
     assert row.num_branch_tokens == sum(len(tokenizer(text)["input_ids"]) for text in begun)
-    between = [turn.num_bridge_tokens for turn in row.turns]
-    columns = (prompt_ids, row.token_ids, [turn.num_tokens for turn in row.turns], between, row.parents)
+    sizes = [turn.num_environment_tokens for turn in row.turns]
+    columns = (prompt_ids, row.token_ids, [turn.num_tokens for turn in row.turns], sizes, row.parents)
     names = ("prompt_ids", "response_ids", *BRANCH_COLUMNS)
     stored = {name: jagged([np.asarray(values)]) for name, values in zip(names, columns, strict=True)}
     paths, _ = paths_of(pa.record_batch(stored))
@@ -342,9 +342,9 @@ def test_choices_have_all_that_is_before_them_in_common(tmp_path: Path) -> None:
     engine = GivenTurns([list("abcde")])
     (row,) = play(engine, ["5"], program(tmp_path, CHOOSING, max_turns=5))
     assert (row.failure, row.end, row.reward, row.num_branches, row.num_branch_tokens) == (None, "done", 1.0, 2, 0)
-    begin, bridge = "<|user|>2 + 3 =<|assistant|>", "<|end|><|user|>{}<|assistant|>"
-    second = f"{begin}b{bridge.format('go on')}"
-    assert engine.prompts == [begin, begin, second, second, f"{second}d{bridge.format('so')}"]
+    begin, between = "<|user|>2 + 3 =<|assistant|>", "<|end|><|user|>{}<|assistant|>"
+    second = f"{begin}b{between.format('go on')}"
+    assert engine.prompts == [begin, begin, second, second, f"{second}d{between.format('so')}"]
     whole, mask = make_tokenizer().decode(row.token_ids), make_tokenizer().decode(row.token_ids[row.loss_mask])
     assert whole == "a<|end|>b<|end|><|user|>go on<|assistant|>c<|end|>d<|end|><|user|>so<|assistant|>e<|end|>"
     assert mask == "a<|end|>b<|end|>c<|end|>d<|end|>e<|end|>"
@@ -358,11 +358,11 @@ def test_turns_follow_the_choice_that_was_taken_wherever_the_tokens_between_are_
     assert [turn["action"] for turn in row.reward_info()["turns"]] == list("abcdefg")
     after = [0, 0, 1, 1, 3, 0, 0]
     assert [turn["after"] for turn in row.reward_info()["turns"]] == after
-    sizes = [[turn.num_tokens for turn in row.turns], [turn.num_bridge_tokens for turn in row.turns], row.parents]
+    sizes = [[turn.num_tokens for turn in row.turns], [turn.num_environment_tokens for turn in row.turns], row.parents]
     stored = {name: jagged([np.array(each, np.int32)]) for name, each in zip(BRANCH_COLUMNS, sizes, strict=True)}
     turns = turns_of(stored, 0)
     assert [turn["after"] for turn in turns] == after
-    last_of_third = f"branch after token {row.turns[1].num_bridge_tokens} of those before turn 3"
+    last_of_third = f"branch after token {row.turns[1].num_environment_tokens} of those before turn 3"
     assert [turn.get("branch") for turn in turns[2:5]] == ["branch after turn 1", last_of_third, "branch after turn 3"]
     tree = tree_of(turns, list("abcdefg"), 3, is_trained=True).splitlines()
     assert [line.partition(":")[0] for line in tree[1:-1]] == [
@@ -398,9 +398,9 @@ def test_a_request_may_end_its_turn_early(tmp_path: Path) -> None:
     engine = GivenTurns([["abSTOPxyz", "Abc", "cdéfgh", "end"]])
     (row,) = play(engine, ["5"], program(tmp_path, LIMITED, max_turns=5))
     assert (row.failure, row.end, row.reward, row.num_branches) == (None, "done", 1.0, 1)
-    begin, bridge = "<|user|>2 + 3 =<|assistant|>", "<|end|><|user|>{}<|assistant|>"
-    third = f"{begin}Ab{bridge.format('go on')}"
-    assert engine.prompts == [begin, begin, third, f"{third}cdé{bridge.format('well?')}"]
+    begin, between = "<|user|>2 + 3 =<|assistant|>", "<|end|><|user|>{}<|assistant|>"
+    third = f"{begin}Ab{between.format('go on')}"
+    assert engine.prompts == [begin, begin, third, f"{third}cdé{between.format('well?')}"]
     assert make_tokenizer().decode(row.token_ids[row.loss_mask]) == "abSTOPAbcdéend<|end|>"
     assert [turn.action for turn in row.turns] == ["abSTOP", "Ab", "cdé", "end"]
 

@@ -8,6 +8,7 @@ import prefect.main  # noqa: F401  its first import makes a log handler of stder
 import pytest
 
 from flows.cli import commands, main
+from tests.support.ended import note_ended
 
 
 class Result(NamedTuple):
@@ -33,6 +34,8 @@ def make_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         with pytest.raises(SystemExit) as stopped:
             main.main()
         out, err = capsys.readouterr()
+        if not stopped.value.code:
+            note_ended(arguments)
         return Result(int(stopped.value.code or 0), out, err)
 
     return call

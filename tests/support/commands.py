@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 
+from tests.support.ended import note_ended
 from tests.support.workplace import Command, Workplace
 
 COMMANDS = """
@@ -31,4 +32,7 @@ def sluice_in_turn(place: Workplace, *commands: Sequence[str]) -> list[tuple[int
         else:
             lines.append(line)
     assert len(ended) == len(commands), printed
+    for arguments, (exit_code, _) in zip(commands, ended, strict=True):
+        if not exit_code:
+            note_ended(arguments)
     return ended

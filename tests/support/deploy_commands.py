@@ -18,7 +18,8 @@ from tests.support.configs import run_config
 
 # What others read: Ray (its errors name them), botocore under s3fs, and the images' own.
 OTHERS = {
-    *("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"),
+    *("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_JOB_STOP_WAIT_TIME_S"),
+    *("HF_HOME", "HF_TOKEN"),
     *("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     *("POSTGRES_USER", "POSTGRES_DB", "POSTGRES_PASSWORD", "PGDATA", "MINIO_ROOT_USER", "MINIO_ROOT_PASSWORD"),
 }

@@ -17,6 +17,7 @@ from prefect.client.orchestration import PrefectClient
 from infra.services.local import LocalServices, ServiceState, free_port
 from infra.services.processes import process_tree
 from tests.support.configs import config_toml
+from tests.support.ended import note_ended
 from tests.support.progress import MIN_POLL_SECONDS, STILL_SECONDS, Progress, wait_until
 from tests.support.run_results import Run
 from tests.support.tiny import make_tiny_data, make_tiny_model
@@ -54,6 +55,7 @@ def sometimes(prompt, completion, answer, info):
 '''
 
 
+SLUICE = ("-P", "-m", "flows.cli.main")  # the arguments with which Python is the `sluice` command
 OF_RAY = ("IDLE", "Dashboard", "RuntimeEnv")
 # Beginnings of the variables that a command doesn't inherit: it sets its own, and starts its own services.
 OF_CALLER = ("PREFECT_", "RAY_", "OMP_", "REPORTER_")
@@ -99,7 +101,7 @@ class Workplace:
             run_id = arguments[arguments.index("--run-id") + 1]
             file = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
             assert self._run_ids.setdefault(run_id, file) == file, f"{run_id} is a run of {self._run_ids[run_id]}"
-        return Command(self, "-P", "-m", "flows.cli.main", *arguments)
+        return Command(self, *SLUICE, *arguments)
 
     def sluice(self, *arguments: str, exit_code: int = 0) -> str:
         """Run a `sluice` command to its end; return what it printed."""
@@ -193,7 +195,7 @@ class Command:
     def __init__(
         self, place: Workplace, *arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
     ) -> None:
-        self._place = place
+        self._place, self._arguments = place, arguments
         self._out, self._err = (_new_file(place.folder / ".output", suffix) for suffix in ("out", "err"))
         path = [str(Path(__file__).parents[2]), *filter(None, [place.environment.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(path), "COLUMNS": "200"}
@@ -273,6 +275,8 @@ class Command:
         finally:
             self._process.kill()
         assert self._process.wait() == exit_code, f"exit {self._process.returncode}\n{self.printed}"
+        if exit_code == 0 and self._arguments[: len(SLUICE)] == SLUICE:
+            note_ended(self._arguments[len(SLUICE) :])
         return self.printed
 
     def kill(self) -> str:

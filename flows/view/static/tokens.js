@@ -54,11 +54,11 @@ function blocks(row, limit, differs) {
     const facts = ["reward", "advantage"].filter((name) => name in turn).map((name) => `${name} ${shown(turn[name])}`);
     if (turn.branch) facts.unshift(turn.branch);
     const next = row.turns[number + 1]?.branch;
-    const middle = from + turn.tokens, end = middle + turn.bridge_tokens;
+    const middle = from + turn.tokens, end = middle + turn.environment_tokens;
     made.push(el("h4", {}, [`turn ${number + 1}: ${shown(turn.tokens)} tokens`, ...facts].join(", ")),
       el("pre", { className: "tokens" }, spans(from, middle)));
     if (end > middle && middle < limit) {
-      made.push(el("h4", { className: "environment" }, [`environment: ${shown(turn.bridge_tokens)} tokens`, next].filter(Boolean).join(", ")),
+      made.push(el("h4", { className: "environment" }, [`environment: ${shown(turn.environment_tokens)} tokens`, next].filter(Boolean).join(", ")),
         el("pre", { className: "tokens environment" }, spans(middle, end)));
     }
     from = end;

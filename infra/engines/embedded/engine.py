@@ -50,18 +50,16 @@ class TransformersEngine:
     def __init__(
         self,
         model: PreTrainedModel,
-        version: int = 0,
         max_cache_bytes: int = 2**32,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         records_experts: bool = False,
         keeps_weights: bool = False,
     ) -> None:
-        """Wrap `model`, whose weights are those of policy `version`.
+        """Wrap `model`, whose weights are those of policy version 0.
 
         Args:
             model: The model, in eval mode and on its device; its attention and its weights' memory layout are changed.
-            version: The policy version of its weights.
             max_cache_bytes: Requests are split into several batches if one batch's KV cache could exceed this.
             tokenizer: The model's tokenizer; needed for stop strings only.
             records_experts: Whether generations have the experts that the model chose.
@@ -75,7 +73,7 @@ class TransformersEngine:
         use_decode_layout(model)
         self.model = model
         self.tokenizer = tokenizer
-        self.version: int | None = version
+        self.version: int | None = 0
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.asleep: frozenset[EngineTag] = frozenset()
         self._emptied, self._keeps_weights = EmptiedStorages(), keeps_weights

@@ -18,7 +18,7 @@ from infra.models.load import build_meta_model
 from infra.models.lora import adapted_layers, add_adapter, last_parts
 from infra.ray.rendezvous import interface_variables
 from schemas.config.rollout import ProcessRollout, ProgramRollout, VllmRollout
-from schemas.errors import ConfigError, EngineLostError
+from schemas.errors import ConfigError, EngineLostError, first_line
 
 LOOPBACK = "127.0.0.1"
 
@@ -143,7 +143,7 @@ def start_engine(
             # Only in the first step does vLLM find out what its kernels don't support, and finish its preparations.
             generate_all(engine, [GenerationRequest(np.zeros(1, dtype=np.int64), (0,))], Sampling(1))
     except (CallFailedError, EngineLostError) as error:  # the engine's rejections
-        said = error if isinstance(error, EngineLostError) else _one_line(error)
+        said = error if isinstance(error, EngineLostError) else first_line(error)
         raise ConfigError(
             f"rollout.kind = {rollout.kind!r}: {found.engine} {found.version} can't run the model {of.config.path} in "
             f"{arguments['dtype']} with sequences of {of.max_tokens} tokens: {said}"
@@ -174,7 +174,3 @@ def _check_layers(shapes: nn.Module, wrapped: Collection[str], engine: str) -> N
             f'model.lora.publish = "adapters": {engine} has no adapter for {lacking[0]} of this model; set '
             'model.lora.publish = "merged"'
         )
-
-
-def _one_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -40,6 +40,7 @@ VOLUME = {
 POD = {
     "metadata": METADATA,
     "spec": {
+        "initContainers": [CONTAINER],
         "containers": [CONTAINER],
         "volumes": [VOLUME],
         "tolerations": [{"key": str, "operator": re.compile("Exists|Equal"), "effect": re.compile("NoSchedule")}],
@@ -83,6 +84,7 @@ SPECS: dict[tuple[str, str], dict[str, Any]] = {
     },
 }
 REQUIRED: dict[str, set[str]] = {
+    "initContainers": {"name", "image"},
     "containers": {"name", "image"},
     "volumeMounts": {"name", "mountPath"},
     "env": {"name"},

@@ -9,7 +9,7 @@ import pytest
 
 from infra.services.local import PREFECT_ENVIRONMENT
 from tests.support.deploy_commands import is_read, parse
-from tests.support.deploy_files import DEPLOY, compose, manifests, pinned, pod_templates
+from tests.support.deploy_files import DEPLOY, ROOT, SECRETS, compose, manifests, pinned, pod_templates
 from tests.unit.deploy.kubernetes import faults
 
 OBJECTS = manifests()
@@ -46,7 +46,7 @@ def test_pods_mount_what_they_have() -> None:
     }
     for pod in PODS:
         volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", [])}
-        for container in pod["spec"]["containers"]:
+        for container in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())):
             assert (
                 {mount["name"] for mount in container["volumeMounts"]} <= volumes.keys() | templates
                 if "volumeMounts" in container
@@ -55,6 +55,15 @@ def test_pods_mount_what_they_have() -> None:
         assert {
             each["persistentVolumeClaim"]["claimName"] for each in volumes.values() if "persistentVolumeClaim" in each
         } <= claims
+
+
+def test_the_image_s_user_gets_the_mount() -> None:
+    (user,) = re.findall(r"useradd .*--uid (\d+) sluice", (DEPLOY / "Dockerfile").read_text())
+    (owner,) = OBJECTS["prefect.yaml Deployment prefect"]["spec"]["template"]["spec"]["initContainers"]
+    shell, option, script = owner["command"]
+    assert (shell, option) == ("sh", "-c")
+    assert script == f'[ "$(stat -c %u /data)" = {user} ] || chown {user}:{user} /data'
+    assert owner["volumeMounts"] == [{"name": "shared", "mountPath": "/data"}]  # the whole, no subPath
 
 
 def test_memory_is_bounded_and_shared_memory_is_within_it() -> None:
@@ -126,6 +135,11 @@ def test_no_other_pod_may_connect_and_ray_asks_for_a_token() -> None:
     admitted = [source["podSelector"]["matchLabels"] for rule in policy["ingress"] for source in rule["from"]]
     jobs = [name.split()[-1] for name in OBJECTS if " RayJob " in name]  # of each, another pod submits its command
     assert jobs
+    scraped = [
+        port["port"] for rule in policy["ingress"] if "prometheus" in str(rule["from"]) for port in rule["ports"]
+    ]
+    ports = [port for group in GROUPS for port in group["template"]["spec"]["containers"][0].get("ports", [])]
+    assert {port["containerPort"] for port in ports if port["name"] == "metrics"} == set(scraped)
     assert all({"batch.kubernetes.io/job-name": job} in admitted for job in jobs)
     assert all(pod["metadata"]["labels"].items() >= PART_OF.items() for pod in PODS)
     assert all(pod["spec"]["automountServiceAccountToken"] is False for pod in PODS)
@@ -159,6 +173,15 @@ def test_the_job_s_commands_parse() -> None:
     assert (shell, option) == ("bash", "-c")
     (command,) = re.findall(r"exec (sluice .+)", script.replace("$RAY_ADDRESS", "10.0.0.1:6379"))
     assert parse(command.split())["resumes"]  # on a further cluster, wherever the config has its runs
+
+
+def test_documented_deployments_are_of_the_cluster_s_ray() -> None:
+    """Without its address, a run would start a Ray of its own in the driver's pod, which has no GPU."""
+    texts = [path.read_text() for path in (ROOT / "docs" / "cluster.md", *DEPLOY.glob("**/*.yaml"))]
+    found = re.findall(r"sluice deploy [^\n`]*", re.sub(r"\\\n#? *", " ", "\n".join(texts)))
+    heads = {f"services.ray_address={name}:6379" for name in (*compose(SECRETS)["services"], "sluice-head-svc")}
+    assert [parse(command.split())["pool"] for command in found] == ["sluice"] * 3
+    assert [len(heads & {*command.split()}) for command in found] == [1] * 3
 
 
 def variables() -> list[dict[str, Any]]:

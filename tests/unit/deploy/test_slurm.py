@@ -58,6 +58,30 @@ def test_a_job_starts_or_resumes_a_run_in_the_user_s_folder(
     assert settings_are_accepted(found["overrides"]).runtime.runs_dir == runs_dir  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("state", "variables", "requeues"),
+    [("RUNNING", {}, True), ("RUNNING", {"REQUEUE": "0"}, False), ("CANCELLED", {}, False), ("PENDING", {}, False)],
+)
+def test_a_job_requeues_itself_before_its_time_limit(state: str, variables: dict[str, str], requeues: bool) -> None:
+    """Not if it was cancelled, and not if it is preempted, after which Slurm has requeued it."""
+    text = SCRIPT.read_text()
+    own = text[text.index("driver= ") : text.index("start_ray()")].replace("trap 'kill $(jobs -p)", "#")
+    stand_ins = f"""
+        sluice() {{ trap 'exit 143' TERM; echo started; while :; do sleep 0.05; done; }}
+        scontrol() {{ echo "scontrol $*"; [[ $1 != show ]] || echo "   JobState={state} Reason=None"; }}
+        config=tiny.toml run_id=one services=own host=h port=1
+    """
+    command = ["bash", "-euo", "pipefail", "-c", stand_ins + own + text[text.index("settings=(") :]]
+    environment = {"PATH": os.environ["PATH"], **JOB, **variables}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "started\n"
+        job.terminate()  # as of --signal=B:TERM@120
+        printed = job.stdout.read()
+    assert job.returncode == 143
+    assert (f"scontrol requeue {JOB['SLURM_JOB_ID']}" in printed) == requeues
+
+
 def test_slurm_s_options() -> None:
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", SCRIPT.read_text(), re.MULTILINE))
     assert options["ntasks-per-node"] == "1"  # one Ray node on each machine

@@ -15,6 +15,7 @@ import typer
 from flows.cli.main import app
 from schemas import errors
 from schemas.config.advantage import AdvantageConfig
+from schemas.config.changes import CHANGEABLE, FIXED, OF_PARTS, is_changeable
 from schemas.config.loss import CorrectionConfig
 from schemas.config.monitor import MonitorConfig
 from schemas.config.reward import RewardConfig
@@ -205,6 +206,19 @@ def test_tests_exist(code: list[str]) -> None:
     named = {name for part in code for name in re.findall(r"(?<![\w/])test_\w+(?!\w*\.py)\b", part)}
     defined = {name for path in ROOT.glob("tests/**/*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
     assert not {name for name in named if not (name in defined or list(ROOT.glob(f"tests/**/{name}.py")))}
+
+
+def test_the_table_of_changes_has_every_key_that_a_resume_may_change() -> None:
+    table = (ROOT / "docs" / "fault-tolerance.md").read_text().partition("| may change |")[2].partition("\n\n")[0]
+    keys, section = set[str](), ""
+    for name in re.findall(r"`([\w.*]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:])):
+        key = name if is_changeable(name) or name in FIXED else f"{section}.{name}"  # of the section of the one before
+        section = section if key != name else name.rpartition(".")[0]
+        keys.add(key.removesuffix(".*"))
+    assert {key for key in keys if not is_changeable(key)} == {*FIXED}
+    assert set(CHANGEABLE) <= keys
+    of_parts = {key for key in keys if OF_PARTS.fullmatch(key)}
+    assert {key.rpartition(".")[2] for key in of_parts} == set(re.findall(r"[a-z_]{3,}(?=[|)]|$)", OF_PARTS.pattern))
 
 
 def test_pages_load_nothing_from_elsewhere() -> None:

@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from infra.workers.layout import gpus_wanted
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 
@@ -76,6 +77,16 @@ def test_where_defaults_differ_the_config_sets_those_of_verl() -> None:
     config = load_config(FOLDER / "config.toml")
     assert (config.optim.weight_decay, config.loss.kind) == (0.01, "clipped")
     assert config.loss.dual_clip == 3.0  # type: ignore[union-attr]
+
+
+def test_the_commands_for_several_gpus_use_all_of_them() -> None:
+    section = (FOLDER / "README.md").read_text().split("## Several GPUs\n")[1].replace("\\\n", " ")
+    commands = re.findall(r"^sluice plan config.toml --cluster 8x8xH100 (.*)", section, re.MULTILINE)
+    planned = [load_config(FOLDER / "config.toml", command.split()) for command in commands]
+    assert [gpus_wanted(config) for config in planned] == [64, 64]
+    placed = [(config.runtime.placement, config.rollout.gpus_per_worker) for config in planned]
+    assert placed == [("colocated", 1), ("separate", 2)]
+    assert [config.needs_reference_worker for config in planned] == [True, True]
 
 
 def fields(key: str) -> list[FieldInfo]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
@@ -104,11 +105,24 @@ def test_a_model_folder_without_weights(sluice: Command, folder: Path) -> None:
 
 
 def test_ray_client_is_refused_with_the_way_to_submit_a_driver(sluice: Command) -> None:
-    submitted = "submit it as a job: ray job submit --address http://HEAD:8265 -- sluice train CONFIG"
+    command = "bash -c 'cd FOLDER && exec sluice train CONFIG services.ray_address=auto'"
+    submitted = f"submit it as a job: ray job submit --address http://HEAD:8265 -- {command}"
     for command in (("ps", "--address"), ("stop", "run-1", "--address")):
         assert_rejected(sluice(*command, "ray://head:10001"), "ray://head:10001 is of Ray Client", submitted)
     with pytest.raises(ServiceError, match="Ray Client, which was removed in"):
         connect(ServicesConfig(ray_address="ray://head:10001"))
+
+
+def test_a_driver_without_the_token_of_its_cluster_is_told_what_to_set(tmp_path: Path) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    with socket.create_server(("127.0.0.1", 0)) as head:  # Ray looks for its token before it sends anything
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        command = [sys.executable, "-m", "flows.cli.main", "ps", "--address", address]
+        own = kept | {"HOME": str(tmp_path), "COLUMNS": "1000"}
+        done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"can't connect to {address}: Token authentication is enabled but no auth" in done.stderr
+    assert "; if Ray runs there, set RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or " in done.stderr
 
 
 def test_a_model_folder_that_is_not_there(sluice: Command) -> None:
@@ -197,6 +211,7 @@ def test_nothing_was_started_or_left(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.command("data")
 def test_data_that_is_held_out_stays_out(sluice: Command, folder: Path) -> None:
     from infra.datasets import load_prompts
     from infra.models.load import load_tokenizer

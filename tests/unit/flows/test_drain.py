@@ -30,7 +30,8 @@ class Driver:
     """A driver of a run whose workers are played: what has happened, and its drains and checkpoints."""
 
     def __init__(self, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-        config = directory.config().replace(steps=STEPS)
+        config = directory.config()
+        config = config.replace(steps=STEPS, runtime=config.runtime.replace(device="cpu"))
         self.directory, self.happened = directory, list[object]()
         self.run = RunHandle(
             run_id="demo", identity="demo", directory=directory.url, config=config, store_incarnation="first"

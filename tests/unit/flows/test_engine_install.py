@@ -4,6 +4,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from flows.preflight import check_engine
 from infra.engines.vllm.installation import find_vllm, install_vllm
 from schemas.config.rollout import VllmRollout
 from schemas.errors import ConfigError
+from tests.support.command import assert_rejected, make_command
 from tests.support.configs import run_config
 
 
@@ -37,17 +39,18 @@ def wheels(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.command("engine install")
 def test_vllm_is_installed_from_a_folder_of_wheels_and_found_there(
-    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    printed: list[str] = []
-    install_vllm(printed.append, Path("vllm-venv"), "cpu", None, wheels)
-    assert 'rollout.python = "vllm-venv/bin/python"' in "\n".join(printed)
+    install = partial(make_command(monkeypatch, capsys), "engine", "install", "vllm", "--wheels", str(wheels))
+    code, printed, errors = install("--cpu")
+    assert (code, errors) == (0, "")
+    assert 'rollout.python = "vllm-venv/bin/python"' in printed
     found = find_vllm("vllm-venv/bin/python")
     assert (found.version, found.device) == ("0.32.0", "cpu")  # the newest that Sluice works with
-    with pytest.raises(ConfigError, match=r"pip could not install vllm>=0.32,<0.34 into vllm-venv \(exit code 1\)"):
-        install_vllm(printed.append, Path("vllm-venv"), "cuda", None, wheels)
+    assert_rejected(install("--cuda"), "pip could not install vllm>=0.32,<0.34 into vllm-venv (exit code 1)")
 
 
 def test_other_versions_and_folders_are_refused_before_anything_is_made(tmp_path: Path, wheels: Path) -> None:
@@ -146,7 +149,8 @@ def test_a_cuda_build_is_refused_before_anything_starts_on_a_machine_without_gpu
     assert find_vllm(rollout.python).device == "cuda"
     config = run_config(rollout=rollout.model_dump())
     advice = "but the installed vLLM is built for CUDA; install the other build: sluice engine install vllm --cpu"
-    with pytest.raises(ConfigError, match=f"^this machine, on which the run is alone, has no GPU, {advice}$"):
+    or_set = advice.replace("; ", "; set services.ray_address to a cluster with GPUs, or ")
+    with pytest.raises(ConfigError, match=f"^this machine, on which the run is alone, has no GPU, {or_set}$"):
         check_engine(config, rollout)
     elsewhere = config.replace(services=config.services.replace(ray_address="head:6379"))
     or_wait = advice.replace("; ", "; wait until its GPU nodes have joined, or ")

@@ -18,7 +18,7 @@ from infra.storage.runs import RunDirectory
 from infra.stores.offline import open_run_columns, read_step
 from rl_core.planning import plan_step
 from schemas.errors import RunError
-from schemas.step import StepReport
+from schemas.step import EvalReport, StepReport
 from tests.support.checkpoint_tensors import save
 from tests.support.command import make_command
 from tests.support.small_run import columns_of, finish_step, make_small_run
@@ -131,6 +131,30 @@ def test_no_byte_is_stored_twice_and_garbage_is_each_runs_own(
     assert read_step(fork.path, 2).num_rows == 5
 
 
+@pytest.mark.parametrize(
+    ("overrides", "versions"),
+    [
+        (("optim.lr=0.5", "reward.max_failure_fraction=0.5", "eval.num_prompts=2"), [0, 4]),
+        (("reward.kind=numeric",), []),
+        (("data.chat_template_kwargs.enable_thinking=false",), []),
+        (("rollout.max_response_tokens=9",), []),
+        (("rollout.max_response_tokens=9", "eval.max_response_tokens=256"), [0, 4]),
+        (("data.max_prompt_tokens=9",), [0, 4]),  # a longer prompt is an error
+        (("data.max_prompt_tokens=9", "data.overlong=drop"), []),
+    ],
+)
+def test_a_fork_with_another_reward_has_no_evaluation_of_its_first_version(
+    parent: RunDirectory, overrides: tuple[str, ...], versions: list[int]
+) -> None:
+    for version in (0, 4):
+        parent.metrics.append_eval(
+            EvalReport(policy_version=version, num_prompts=4, accuracy=0.9, reward=0.9, num_failed=0, seconds=1.0)
+        )
+    fork = fork_of(parent, 4, "fork", *overrides)
+    assert [report.policy_version for report in fork.metrics.evals()] == versions
+    assert [report.step for report in fork.metrics.steps()] == [0, 1, 2, 3]
+
+
 def test_a_fork_that_is_begun_again_has_nothing_of_before(parent: RunDirectory) -> None:
     left = Path("runs/fork/parent/demo/columns/step-000001/_batch.json")
     left.parent.mkdir(parents=True)
@@ -138,6 +162,16 @@ def test_a_fork_that_is_begun_again_has_nothing_of_before(parent: RunDirectory) 
     fork = fork_of(parent, 4, "fork")
     assert not left.exists()
     assert open_run_columns(fork).steps() == [2, 3]
+
+
+def test_a_fork_that_was_made_meanwhile_stays(parent: RunDirectory) -> None:
+    planned = plan_fork(parent, 4, "fork", overrides=["steps=9"])
+    fork = fork_of(parent, 4, "fork")  # by another process
+    go_on(fork, 4)
+    with pytest.raises(RunError, match="run fork was made by another process meanwhile, and is left as it is"):
+        make_fork(planned)
+    assert fork.metrics.num_steps() == 5
+    assert open_checkpoints(fork, fork.config().checkpoint).complete_versions() == [4, 5]
 
 
 def test_a_fork_removes_nothing_of_another_run_of_its_id(parent: RunDirectory) -> None:

@@ -27,6 +27,7 @@ def sluice(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return make_command(monkeypatch, capsys)
 
 
+@pytest.mark.command("init", "plan")
 def test_the_file_is_accepted_by_plan_fits_one_screen_and_is_not_overwritten(sluice: Command, folder: Path) -> None:
     made = sluice("init", *FILES)
     assert made.exit_code == 0, made.err

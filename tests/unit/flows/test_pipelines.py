@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import os
+import shutil
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from math import nan
@@ -15,18 +16,26 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from flows.deployments.entrypoints import _plan
-from flows.pipeline import _accuracies, _failures, _find_best, _train_all, run_stages
+from flows.pipeline import _accuracies, _failures, _find_best, _run_stage, _train_all, run_stages
 from flows.pipeline_plan import PipelinePlan, PlannedRun, _check_unchanged, load_pipeline, plan_pipeline
 from flows.recovery import find_or_create_run
 from infra.storage.driver_lock import file_lock
 from infra.storage.runs import RunDirectory
 from infra.workers.inputs import evaluation_digest
 from schemas.config.run import RunConfig
-from schemas.errors import PipelineError, QueryError, RunError
+from schemas.errors import (
+    GpuMemoryError,
+    NonFiniteError,
+    PipelineError,
+    PlanError,
+    QueryError,
+    RewardFailureError,
+    RunError,
+)
 from schemas.step import EvalReport, RunSummary
 from tests.support.command import assert_rejected, make_command
 from tests.support.configs import config_toml
-from tests.support.sft import sft_toml, write_sums
+from tests.support.sft import MARKED, sft_toml, write_sums
 from tests.support.sweeps import finish as finish_run
 from tests.support.sweeps import sweep_plan
 from tests.support.tiny import make_tiny_data, make_tiny_model
@@ -134,6 +143,19 @@ def test_a_plan_has_complete_configs_and_ids_of_its_runs(folder: Path) -> None:
             ("stages.grpo.set.data.eval_path=None", "stages.grpo.best=select 1"),
             ("stage grpo: the gate asks for its held-out accuracy",),
         ),
+        (
+            ("stages.sft.sweep={'sft.loss_on'=['assistant','all']}", "stages.sft.set.data.eval_path=rows.jsonl"),
+            ("stage sft: ", "differ in sft.loss_on, on", "stages.sft.best"),
+        ),
+        (
+            ("stages.sft.sweep={'model.path'=['model','other']}", "stages.sft.set.data.eval_path=rows.jsonl"),
+            ("stage sft: ", "differ in model.path, on"),
+        ),
+        (
+            ("stages.grpo.sweep={'reward.kind'=['exact','numeric'],seed=[0,1]}",),
+            ("stage grpo: ", "differ in reward.absolute_tolerance, reward.kind,", "stages.grpo.best"),
+        ),
+        (("stages.grpo.sweep={'rollout.max_response_tokens'=[8,9]}",), ("or eval.max_response_tokens",)),
         (("stages.grpo.set.services.dir=other",), ("the same services", "services.dir")),
         (("stages.grpo.max_runs=2", "set.runtime.tracing=true"), ("stage grpo: max_runs = 2", "runtime.tracing")),
         (("gate.data_path=absent.jsonl",), ("gate.data_path: ", "absent.jsonl")),
@@ -141,6 +163,7 @@ def test_a_plan_has_complete_configs_and_ids_of_its_runs(folder: Path) -> None:
         (("export.folder=s3://bucket/models",), ("export.folder", "is a URL")),
         (("export.dtype=int8",), ("export.dtype", "bfloat16")),
         (("stages.grpo.set.data.train_path=absent.jsonl",), ("stage grpo: ", "absent.jsonl")),
+        (("--id", "current"), ("can't have the id current", "choose another --id")),
         (("--id", "a/b"), ("'a/b-sft' is not a safe name",)),
     ],
 )
@@ -151,7 +174,9 @@ def test_bad_input_is_refused_before_anything_starts(
     overrides: tuple[str, ...],
     parts: tuple[str, ...],
 ) -> None:
-    make_tiny_model(folder / "model")
+    for name in ("model", "other"):
+        make_tiny_model(folder / name)
+    (folder / "other/chat_template.jinja").write_text(MARKED)
     make_tiny_data(folder / "train.parquet", 4)
     make_tiny_data(folder / "eval.parquet", 4)
     write_sums(folder)
@@ -170,7 +195,7 @@ def test_the_link_to_the_promoted_model_replaces_nothing_else(
 def test_the_best_run_is_that_of_the_best_evaluation_at_the_end_or_of_the_query(folder: Path) -> None:
     plan = planned()
     runs, stage = plan.runs["grpo"], plan.config.stages["grpo"]
-    with pytest.raises(PipelineError, match="all runs of the sweep have diverged"):
+    with pytest.raises(PipelineError, match="no run of the sweep is finished, of one-grpo-1"):
         _find_best(stage, runs)
     for run, accuracies in zip(runs, ((0.9, 0.3), (0.1, 0.7), (0.0, 0.7)), strict=False):  # the fourth has diverged
         finish(run.directory, plan, accuracies)
@@ -186,6 +211,75 @@ def test_the_best_run_is_that_of_the_best_evaluation_at_the_end_or_of_the_query(
         _find_best(stage.replace(best="select 'one-grpo-4'"), runs)
     with pytest.raises(QueryError, match="expected one value, got 3 rows of 1 columns"):
         _find_best(stage.replace(best="select run_id from runs"), runs)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_left_out"),
+    [
+        (PlanError("nothing to train on"), True),
+        (GpuMemoryError("too little"), True),
+        (NonFiniteError("the loss"), True),
+        (RewardFailureError("the judge is away"), False),
+    ],
+)
+def test_a_run_of_a_sweep_that_stops_leaves_the_others_to_their_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: PipelineError, is_left_out: bool
+) -> None:
+    plan = planned("stages.grpo.sweep={seed=[0,1,2]}", "stages.grpo.max_runs=2")
+    plan.folder.mkdir(parents=True)
+    runs, trained, has_failed = plan.runs["grpo"], list[str](), asyncio.Event()
+
+    def train_flow(run: PlannedRun, **_: object) -> Callable[..., Coroutine[None, None, None]]:
+        async def train(*_: object) -> None:
+            if run == runs[0]:
+                has_failed.set()
+                raise error
+            await has_failed.wait()
+            await asyncio.sleep(0)  # in which it would be cancelled
+            trained.append(run.run_id)
+            finish(run.directory, plan, (0.1, 0.7))
+
+        return train
+
+    monkeypatch.setattr("flows.pipeline._train_flow", train_flow)
+    monkeypatch.setattr("flows.pipeline.get_run_logger", logging.getLogger)
+    train_all = partial(_train_all, plan, "grpo", lambda _, **__: nullcontext())
+    diverged = plan.folder / "one-grpo-1.diverged"
+    for _ in range(2):
+        with nullcontext() if is_left_out else pytest.raises(type(error), match=str(error)):
+            asyncio.run(train_all())
+        assert trained == ["one-grpo-2", "one-grpo-3"]
+        assert diverged.exists() == is_left_out
+    if not is_left_out:
+        diverged.write_text("by hand")
+    asyncio.run(train_all())
+    assert _find_best(plan.config.stages["grpo"], runs) == runs[1]
+
+
+def test_a_stage_s_model_stays_that_of_the_run_it_was_written_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("stages.grpo.sweep={seed=[0,1]}")
+    runs = plan.runs["grpo"]
+    for run, accuracy in zip(runs, (0.7, 0.3), strict=True):
+        finish(run.directory, plan, (0.1, accuracy))
+    plan.folder.mkdir(parents=True)
+
+    async def export(directory: RunDirectory, out: Path, **_: object) -> None:
+        assert directory.run_id == runs[0].run_id
+        out.mkdir()
+
+    monkeypatch.setattr("flows.export.export_as_asset", export)
+    monkeypatch.setattr("flows.pipeline.get_run_logger", logging.getLogger)
+    run_stage = partial(_run_stage, plan, "grpo", lambda _: nullcontext())
+    assert asyncio.run(run_stage()) == runs[0]
+    last = runs[1].last_evaluation()
+    assert last is not None
+    runs[1].directory.metrics.append_eval(last.replace(accuracy=0.9))  # as of a run that is trained further by hand
+    assert asyncio.run(run_stage()) == runs[0]
+    shutil.rmtree("runs")
+    assert asyncio.run(run_stage()) == runs[0]
+    (plan.folder / "grpo.best").unlink()  # as in a pipeline of an earlier version of Sluice
+    with pytest.raises(PipelineError, match="no run of the sweep is finished, of one-grpo-1"):
+        asyncio.run(run_stage())
 
 
 @pytest.mark.parametrize(
@@ -375,6 +469,24 @@ def test_a_sweep_whose_runs_are_evaluated_otherwise_is_refused(
         changed = command("pipeline", "pipe.toml", "--id", "one", "set.eval.num_prompts=2", "gate.data_path=absent")
         refused = "runs one-grpo-1 and one-grpo-2 can't be compared" if number == 0 else "absent: no such file"
         assert_rejected(changed, refused)
+
+
+def test_a_sweep_over_what_is_measured_has_a_query_or_was_begun_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_model(folder / "model")
+    for name in ("train.parquet", "eval.parquet"):
+        make_tiny_data(folder / name, 4)
+    (folder / "pipe.toml").write_text(TWO_RUNS)
+    command, swept = make_command(monkeypatch, capsys), "stages.grpo.sweep={reward={kind=['exact','numeric']}}"
+    passed = "gate.data_path: absent: no such file"  # the next thing that is checked
+    overrides = (swept, "gate.data_path=absent")
+    assert_rejected(command("pipeline", "pipe.toml", *overrides), "reward.kind, on which the figures")
+    assert_rejected(command("pipeline", "pipe.toml", *overrides, "stages.grpo.best=select run_id from runs"), passed)
+    begun = planned(swept)
+    begun.folder.mkdir(parents=True)
+    (begun.folder / "pipeline.json").write_text(begun.model_dump_json())
+    assert_rejected(command("pipeline", "pipe.toml", "--id", "one", *overrides), passed)
 
 
 def test_a_gate_s_query_must_be_true_or_false(folder: Path) -> None:

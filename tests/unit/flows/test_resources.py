@@ -1,6 +1,7 @@
 """`sluice plan --cluster`: memory by phase, the limit that binds first, and what to change."""
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Callable
@@ -43,6 +44,14 @@ LARGE = Qwen3Config(
     max_position_embeddings=40_960,
     tie_word_embeddings=False,
 )
+
+
+# And of Qwen3 32B.
+LARGER = {"hidden_size": 5120, "intermediate_size": 25_600, "num_attention_heads": 64} | {
+    "num_hidden_layers": 64,
+    "layer_types": None,
+}
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +146,17 @@ def test_an_engines_own_process_has_a_context_on_a_shared_gpu(plan: Callable[...
     assert engine.phases.rollout == sum(engine.parts.values())
     separate = plan("kl.coef=0", "rollout.kind=vllm", cluster="2xH100")
     assert CUDA_CONTEXT not in separate.workers[-1].parts  # a part of what a GPU is to be left
+
+
+def test_few_engines_for_many_ranks_are_warned_of(plan: Callable[..., Resources]) -> None:
+    many = ("kl.coef=0", "runtime.num_policy_ranks=16")
+    wait = "GPUs sample for 16 policy ranks, which wait for them; raise rollout.num_workers ="
+    assert plan(*many, "rollout.num_workers=3", cluster="19xH100").warnings == (f"3 {wait} 3",)
+    assert plan(*many, "rollout.num_workers=4", cluster="20xH100").warnings == ()
+    shared = (*many, "runtime.placement=colocated", "rollout.num_prompts=16")
+    assert plan(*shared, cluster="2x8xH100").warnings == (f"1 {wait} 1 to 16",)
+    assert plan(*shared, "rollout.num_workers=16", cluster="2x8xH100").warnings == ()
+    assert plan(*many, cluster=this_machine()).warnings == ()  # on a CPU, workers take turns
 
 
 def test_large_models_weights_are_those_of_their_shapes(plan: Callable[..., Resources]) -> None:
@@ -395,3 +415,21 @@ def test_every_built_in_config_passes_its_own_plan(path: Path, tmp_path: Path) -
     footprint.check_capacity()
     assert footprint.warnings == ()
     plan_resources(config, footprint, parse_cluster("3xH100"), fill=1.0).check()
+
+
+def test_what_a_rank_holds_is_what_the_page_on_clusters_says(tmp_path: Path) -> None:
+    """Of several micro-batches, whose gradients are whole on each rank by default."""
+    rows = re.findall(r"^\| (.*) \|$", (ROOT / "docs" / "cluster.md").read_text(), re.MULTILINE)
+    table = {name: cells for name, *cells in (row.split(" | ") for row in rows)}
+    ranks = [int(cell.split(",")[0]) for cell in table["policy ranks, rollout workers"]]
+    folders = [tmp_path / size for size in ("8B", "32B")]
+    for folder, sizes in zip(folders, (LARGE, Qwen3Config(**{**LARGE.to_dict(), **LARGER})), strict=True):
+        sizes.save_pretrained(folder)
+    small, large = (build_meta_model(ModelConfig(path=str(folder))) for folder in folders)
+    held = [WeightBytes.of(model, count) for model, count in zip((small, small, large, large), ranks, strict=True)]
+    for name, syncs_last in (
+        ("weights, gradients, optimizer of a rank, `every_micro_batch`", False),
+        ("the same, `last_micro_batch` (default)", True),
+    ):
+        sums = [each.held + each.optimizer + each.gradients(2, syncs_last=syncs_last) for each in held]
+        assert [f"{total / 1e9:.1f} GB" for total in sums] == table[name]

@@ -1,18 +1,37 @@
 """What takes part in a `sluice tournament`, what it refuses on one line, and how it ranks forks."""
 
+import asyncio
 import json
+import os
+import shutil
+from contextlib import nullcontext
+from math import cos, pi
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from flows import tournament
 from flows.configs import CONFIGS, find_config
+from flows.replay.fork import make_fork
 from flows.replay.replay import StepFigures
-from flows.tournament import Standing, Tournament, final_order, open_tournament, parse_methods, plan_forks, rank
+from flows.tournament import (
+    Standing,
+    Tournament,
+    final_order,
+    open_tournament,
+    parse_methods,
+    plan_forks,
+    rank,
+    train_fork,
+)
 from infra.checkpoints import open_checkpoints
 from infra.history.past_weights import History
 from infra.history.weights import LogprobShift, UpdateChange
+from infra.storage.driver_lock import file_lock
 from infra.storage.lineage import Fork, save_fork
 from infra.storage.runs import RunDirectory
+from rl_core.training.optimizer import learning_rate
 from schemas.config.load import load_config, override_config
 from schemas.errors import RunError
 from schemas.step import StepReport
@@ -94,6 +113,37 @@ def test_what_is_not_given_is_the_newest_that_can_be_had(sluice: Command) -> Non
     assert planned == ("demo-t-cispo", 4, 14, "cispo")
 
 
+@pytest.mark.parametrize(("schedule", "factor"), [("linear", 0.75), ("cosine", (1 + cos(pi / 4)) / 2), ("constant", 1)])
+def test_forks_keep_the_rate_that_the_run_has_there(sluice: Command, schedule: str, factor: float) -> None:
+    directory = RunDirectory("runs/demo")
+    directory.write_config(override_config(directory.config(), [f"optim.schedule={schedule}", "steps=8"], ""))
+    methods = parse_methods(["fast:optim.lr=1.0", "warm:optim.warmup_updates=3,loss.kind=cispo"])
+    known = open_tournament(directory, "t", methods, at=2)
+    names = ("own", "fast", "warm")
+    own, fast, warm = (fork.config for fork in plan_forks(directory, known, names))
+    assert (own.optim.schedule, own.optim.lr) == ("constant", pytest.approx(1e-6 * factor))
+    run = directory.config().optim
+    expected = pytest.approx(learning_rate(run, 2, 2, 0, 8))
+    for step, num_steps in ((2, 12), (11, 12), (12, 32), (31, 32)):  # of both rounds
+        assert learning_rate(own.optim, step, step, 0, num_steps) == expected
+    assert (fast.optim.schedule, fast.optim.lr) == ("constant", pytest.approx(factor))
+    assert learning_rate(warm.optim, 2, 2, 0, 12) == pytest.approx(0.75 * warm.optim.lr)  # the last of its warm-up
+    for fork in plan_forks(directory, known, ["own"]):
+        make_fork(fork)
+    directory.write_config(directory.config().replace(steps=16))  # as `sluice resume RUN steps=16` does
+    assert [fork.directory.run_id for fork in plan_forks(directory, known, names)] == ["demo-t-fast", "demo-t-warm"]
+    shutil.rmtree("runs/demo-t-own")
+    before = known.replace(keeps_rates=False)  # as earlier versions of Sluice began it
+    assert [fork.config.optim.schedule for fork in plan_forks(directory, before, names)] == [schedule] * 3
+
+
+def test_a_run_whose_rate_has_decayed_to_0_has_no_tournament_there(sluice: Command) -> None:
+    directory = RunDirectory("runs/demo")
+    directory.write_config(override_config(directory.config(), ["optim.schedule=linear"], ""))
+    refused = "method own has optim.schedule = 'linear', whose learning rate is 0 after step 4 of 4"
+    assert_rejected(sluice("tournament", "demo", "cispo"), refused, "--at")
+
+
 def test_the_newest_steps_are_those_in_a_row(sluice: Command) -> None:
     history = History(RunDirectory("runs/demo"))
     assert [history.newest_steps(limit) for limit in (1, 2, 9)] == [(3, 4), (2, 4), (2, 4)]
@@ -130,6 +180,25 @@ def test_a_run_that_is_no_fork_of_the_tournament_is_left_alone(sluice: Command) 
             plan_forks(directory, known, ["slow"])
     save_fork(other, Fork(parent=directory.url, run_id="demo", step=2, changes={}))
     assert plan_forks(directory, known, ["slow"]) == []
+
+
+def test_a_fork_that_was_changed_meanwhile_is_not_ranked(sluice: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, methods = RunDirectory("runs/demo"), parse_methods(["slow:optim.lr=1e-7"])
+    known = open_tournament(directory, "t", methods, at=2)
+    for fork in plan_forks(directory, known, ["own", "slow"]):
+        make_fork(fork)
+    monkeypatch.setattr(tournament, "CHILD", "pass")  # ends well, and the steps are gone
+    monkeypatch.setattr(tournament, "hold_pool", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(tournament, "train_fork", SimpleNamespace(named=lambda _, task=train_fork: task.fn))
+    with pytest.raises(RunError, match="run demo-t-own, a fork of the tournament, has 2 of 12 steps"):
+        asyncio.run(tournament._halve(directory, known, ["own", "slow"]))
+
+
+def test_one_process_holds_a_tournament(sluice: Command) -> None:
+    with file_lock(Path("runs/demo/tournament-t.lock"), "it", "wait"):
+        refused = f"tournament t of run demo is being driven by process {os.getpid()} on "
+        assert_rejected(sluice("tournament", "demo", "cispo"), refused, "--name begins another")
+        assert not Path("runs/demo/tournament-t.json").exists()
 
 
 def test_half_of_the_forks_go_on_by_accuracy_then_reward() -> None:

@@ -1,6 +1,10 @@
 """The server of `sluice view`: who may ask, and what is answered. Requests go over real sockets."""
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -14,6 +18,7 @@ from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
 from schemas.errors import RunError, ServiceError
 from tests.support.command import Command, assert_rejected, make_command
+from tests.support.ended import note_ended
 from tests.support.view_run import ATTACK, make_tokenizer, make_view_run, write_step
 
 STEP = {"run": "demo", "step": "1"}
@@ -154,6 +159,25 @@ def test_tokens_are_ids_if_the_model_is_gone(tmp_path: Path) -> None:
     found = ViewApi([run]).answer("/api/row", {"run": "demo", "step": "0", "row": "0"})[1]["rows"][0]
     assert found["response"]["token_texts"] is None
     assert "config.json is missing" in found["no_token_texts"]
+
+
+@pytest.mark.command("view")
+def test_the_command_serves_until_ctrl_c(run: RunDirectory) -> None:
+    arguments, root = ("view", "demo", "--step", "1"), str(Path(__file__).parents[3])
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in the background
+    with subprocess.Popen(
+        [sys.executable, "-m", "flows.cli.main", *arguments],
+        cwd=run.path.parents[1],
+        env=os.environ | {"PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as command:
+        signal.signal(signal.SIGINT, handler)
+        assert command.stdout is not None
+        assert httpx.get(command.stdout.readline().strip()).status_code == 200
+        command.send_signal(signal.SIGINT)
+        assert command.wait() == 0
+    note_ended(arguments)
 
 
 def test_the_command_refuses_what_it_cannot_show(

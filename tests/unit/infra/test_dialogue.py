@@ -5,13 +5,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from infra.datasets import PromptRow
-from infra.environments.bridge import Dialogue
+from infra.environments.dialogue import Dialogue
 from infra.environments.slot import Failure, Reply
 from infra.models.tiny import make_tokenizer
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import ClassEnvironment
 from schemas.errors import ChatTemplateError
-from tests.unit.infra.test_bridge import QWEN3
+from tests.unit.infra.test_environment_tokens import QWEN3
 
 ALTERNATES = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -46,9 +46,9 @@ def test_the_role_of_a_class_decides_whether_reasoning_is_dropped() -> None:
     dropping = make_tokenizer()
     dropping.chat_template = QWEN3
     dialogue = Dialogue(ClassEnvironment(kind="class", path="game:Game"), ChatTemplate(dropping), 20)
-    assert len(dialogue.bridge("tool", ("go",), 0)) > 0
+    assert len(dialogue.environment_tokens("tool", ("go",), 0)) > 0
     with pytest.raises(ChatTemplateError, match="drops the reasoning of earlier turns"):
-        dialogue.bridge("user", ("go",), 0)
+        dialogue.environment_tokens("user", ("go",), 0)
 
 
 def test_other_failures_of_a_reset(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -132,7 +132,7 @@ class PlayedEpisodes:
             row = TrajectoryBuilder(number, prompt.prompt_ids, 0, None)
             first, answer, last = (np.array(self._tokenizer(text)["input_ids"], dtype=np.int32) for text in texts)
             row.add_turn(Generation(first, np.zeros(len(first), dtype=np.float32), "stop"), texts[0])
-            row.add_bridge(answer, parent=len(row.tokens) - 1)
+            row.add_environment_tokens(answer, parent=len(row.tokens) - 1)
             row.add_turn(Generation(last, np.zeros(len(last), dtype=np.float32), "stop"), texts[2])
             yield number, row.finish("done")
 

@@ -22,7 +22,7 @@ from infra.models.lora import (
     save_adapters,
     trainable_names,
 )
-from rl_core.scoring import leak_probe, pack_row, packed_logprobs, use_packed_attention
+from rl_core.scoring import leak_probe, pack_row, packed_scores, use_packed_attention
 from schemas.config.model import LoraConfig
 from schemas.errors import ConfigError
 from tests.support.packed import random_batch, tiny_qwen3
@@ -35,7 +35,7 @@ def logprobs(model: PreTrainedModel) -> Tensor:
     batch = random_batch([3, 1, 5], [4, 7, 2])
     use_packed_attention(model)
     row = pack_row(batch.prompt_ids, batch.prompt_lengths, batch.response_ids, batch.response_lengths)
-    return packed_logprobs(model, row, temperature=0.7, chunk_tokens=4)
+    return packed_scores(model, row, temperature=0.7, chunk_tokens=4).logprobs
 
 
 def train(model: PreTrainedModel, num_steps: int = 3) -> torch.optim.Optimizer:

@@ -24,7 +24,7 @@ from infra.models.load import (
 )
 from infra.models.lora import trainable_names
 from infra.models.weights import load_weights
-from rl_core.scoring import pack_row, packed_logprobs, use_packed_attention
+from rl_core.scoring import pack_row, packed_scores, use_packed_attention
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import ModelError
 from tests.support.policies import load_policy
@@ -148,7 +148,7 @@ def packed_gradients(config: ModelConfig) -> tuple[torch.Tensor, dict[str, torch
     model = load_policy(config, seed=3)
     use_packed_attention(model)
     row = pack_row(torch.arange(40, 45), torch.tensor([2, 3]), torch.arange(50, 57), torch.tensor([4, 3]))
-    logprobs = packed_logprobs(model, row, temperature=1.0, chunk_tokens=4)
+    logprobs = packed_scores(model, row, temperature=1.0, chunk_tokens=4).logprobs
     logprobs.sum().backward()
     return logprobs.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

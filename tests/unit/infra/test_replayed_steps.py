@@ -84,7 +84,7 @@ def samples_of(has_turns: bool) -> list[Sample]:
         row = TrajectoryBuilder(number, PROMPT_IDS, 0, None)
         row.add_turn(first, text)
         row.add_answer(Reply(("no",), reward or 0.0))
-        row.add_bridge(np.array([7, 7]), parent=len(PROMPT_IDS) - 1 if number == 1 else len(row.tokens) - 1)
+        row.add_environment_tokens(np.array([7, 7]), parent=len(PROMPT_IDS) - 1 if number == 1 else len(row.tokens) - 1)
         row.add_turn(last, text)
         generation = row.finish("done" if reason == "stop" else "length") if has_turns else whole
         outcome = RewardOutcome(reward, {} if letters is None else {"letters": letters})

@@ -272,7 +272,7 @@ def test_only_sampled_tokens_are_trained() -> None:
     ]
     row.add_turn(Generation(np.array([3, 4]), np.array([-0.5, -0.25], np.float32), "stop", sampling_mask=masks[0]), "a")
     row.add_answer(Reply(("b",), 0.5))
-    assert not row.add_bridge(np.array([5, 6, 7]), parent=3)
+    assert not row.add_environment_tokens(np.array([5, 6, 7]), parent=3)
     row.add_turn(Generation(np.array([8]), np.array([-1.0], np.float32), "stop", sampling_mask=masks[1]), "c")
     found = row.finish("done")
     assert found.token_ids.tolist() == [3, 4, 5, 6, 7, 8]

@@ -146,9 +146,10 @@ def test_trajectories_have_turns_texts_and_a_reference(agents: RunDirectory) -> 
     ]
     assert read_row_tokens(kept, 0, [1], kept.texts)[0]["turns"][1]["branch"] == "branch at the prompt's end"
     mask = row["values"]["loss_mask"]
-    assert mask == [True] * first["tokens"] + [False] * first["bridge_tokens"] + [True] * second["tokens"]
+    assert mask == [True] * first["tokens"] + [False] * first["environment_tokens"] + [True] * second["tokens"]
     assert row["values"]["advantages"] == pytest.approx(
-        [first["advantage"]] * (first["tokens"] + first["bridge_tokens"]) + [second["advantage"]] * second["tokens"]
+        [first["advantage"]] * (first["tokens"] + first["environment_tokens"])
+        + [second["advantage"]] * second["tokens"]
     )
     assert row["values"]["gap"][3] == row["values"]["behavior_logprobs"][3] == "-Infinity"
     scales = {each["name"]: (each["scale"], each["low"], each["high"]) for each in colorings([row])}

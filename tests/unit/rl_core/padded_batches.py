@@ -3,11 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from tensordict import TensorDict
 
+from rl_core.columns.jagged import row_lengths
+from rl_core.padded import Geometry
 from rl_core.padded.layouts import TRL, VERL
+from rl_core.padded.nesting import RunLengths
+from schemas.catalog import Axis
 
 PAD = 0
 VOCAB = 50000
@@ -82,3 +88,23 @@ def assert_same(actual: Batch, expected: Mapping[str, Any]) -> None:
     assert actual.keys() == set(expected.keys())
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], torch.as_tensor(value), rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def runs_of(lengths: np.ndarray, width: int, side: str = "right") -> RunLengths:
+    """The mask of rows of these lengths, padded to a width on one side."""
+    places = np.arange(width)[::-1] if side == "left" else np.arange(width)
+    return RunLengths.from_mask(places < lengths[:, None])
+
+
+def never_padded(columns: pa.RecordBatch, widths: Mapping[Axis, int]) -> Geometry:
+    """The geometry of columns that were never padded, in verl's layout: prompts are padded on the left."""
+    prompts, responses = row_lengths(columns["prompt_ids"]), row_lengths(columns["response_ids"])
+    return Geometry(
+        runs={
+            "prompt": runs_of(prompts, widths["prompt"], "left"),
+            "response": runs_of(responses, widths["response"]),
+        },
+        fields={name: entry for name, entry in VERL.fields.items() if entry.column in columns.schema.names},
+        dtypes=dict.fromkeys([*VERL.masks, *VERL.derived], "int64"),
+        scalars={},
+    )

@@ -7,7 +7,7 @@ from transformers import (
 )
 
 from rl_core.scoring import (
-    packed_logprobs,
+    packed_scores,
     padded_scores,
     use_packed_attention,
     use_padded_attention,
@@ -17,7 +17,7 @@ from tests.support.packed import Batch, plain_logprobs
 
 def score_packed(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, chunk_tokens: int = 4) -> Tensor:
     use_packed_attention(model)
-    return packed_logprobs(model, batch.row, temperature=temperature, chunk_tokens=chunk_tokens)
+    return packed_scores(model, batch.row, temperature=temperature, chunk_tokens=chunk_tokens).logprobs
 
 
 def score_padded(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0) -> Tensor:

@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 
 from infra.history.row_tokens import MAX_NAME, tree_of, turns_of
 from rl_core.columns.jagged import BRANCH_COLUMNS, branches_of, jagged, pairs_apart, row_lengths, unbranched
-from rl_core.padded import VERL, Geometry, unnest
+from rl_core.padded import VERL, unnest
 from rl_core.planning import plan_forward, plan_step
 from rl_core.planning.balance import QUADRATIC_COST, row_costs
 from rl_core.scoring import Branch, leak_probe, pack_row, packed_scores
 from rl_core.training.rows import packed_row
 from schemas.errors import ColumnError, PlanError, ScoringError
 from tests.unit.rl_core.gradients import gradients, relative_error
+from tests.unit.rl_core.padded_batches import never_padded
 from tests.unit.rl_core.test_shared_prompts import MODELS, TOLERANCES, model_of
 
 Tree = tuple[int, list[tuple[int, int, float]]]  # prompt tokens; of each turn, tokens before it and of it, and a parent
@@ -42,7 +43,7 @@ def columns_of(trees: list[Tree], seed: int, vocab_size: int, *, same_prompt: bo
     """Return the rows of trees as a rollout stores them."""
     random = np.random.default_rng(seed)
     prompts, responses = [], []
-    tokens, bridges, parents = [], [], []
+    tokens, between, parents = [], [], []
     for prompt, turns in trees:
         prompt = trees[0][0] if same_prompt else prompt
         sizes = [(before if at else 0, own) for at, (before, own, _) in enumerate(turns)]
@@ -50,7 +51,7 @@ def columns_of(trees: list[Tree], seed: int, vocab_size: int, *, same_prompt: bo
         prompts.append(random.integers(vocab_size, size=prompt))
         responses.append(random.integers(vocab_size, size=sum(map(sum, sizes))))
         tokens.append([own for _, own in sizes])
-        bridges.append([*(before for before, _ in sizes[1:]), 0])
+        between.append([*(before for before, _ in sizes[1:]), 0])
         parents.append(
             [
                 -1,
@@ -64,7 +65,7 @@ def columns_of(trees: list[Tree], seed: int, vocab_size: int, *, same_prompt: bo
         prompts = [prompts[0]] * len(prompts)
     lists = dict(
         zip(
-            ("prompt_ids", "response_ids", *BRANCH_COLUMNS), (prompts, responses, tokens, bridges, parents), strict=True
+            ("prompt_ids", "response_ids", *BRANCH_COLUMNS), (prompts, responses, tokens, between, parents), strict=True
         )
     )
     return pa.record_batch({name: jagged([np.asarray(row, np.int32) for row in rows]) for name, rows in lists.items()})
@@ -217,7 +218,7 @@ def test_rows_without_branches_have_these_parents() -> None:
 
 def test_rows_that_branch_have_no_padded_form() -> None:
     columns = columns_of([(4, [(0, 2, 1.0)]), (4, [(0, 2, 1.0), (1, 3, 0.5)])], 0, 9)
-    geometry = Geometry.canonical(columns, VERL, {"prompt": 4, "response": 9})
+    geometry = never_padded(columns, {"prompt": 4, "response": 9})
     with pytest.raises(ColumnError, match="row 1 branches, and so has no padded form"):
         unnest(columns, VERL, geometry, 0)
 
@@ -241,7 +242,7 @@ def test_where_a_branch_begins_is_said(parent: int, expected: str) -> None:
 
 
 def drawn(after: list[int], texts: list[str] | None = None, max_turns: int = 99, **others: object) -> list[str]:
-    turns = [{"tokens": 1, "bridge_tokens": 2, "after": number, **others} for number in after]
+    turns = [{"tokens": 1, "environment_tokens": 2, "after": number, **others} for number in after]
     texts = texts or [""] * len(after)
     tree = tree_of(turns, texts, 1, is_trained="reward" in others, max_turns=max_turns)
     return tree.splitlines()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_core.losses import LossInputs, policy_loss
 from rl_core.planning import plan_step
-from rl_core.scoring import pack_row, packed_logprobs, use_packed_attention
+from rl_core.scoring import pack_row, packed_scores, use_packed_attention
 from schemas.metrics import Metrics, merge_metrics, values
 from schemas.plan import UpdatePlan
 from tests.unit.rl_core.loss_inputs import Row
@@ -57,7 +57,7 @@ def packed_update(
             _concat([row.response for row in members], torch.int64),
             response_lengths,
         )
-        logprobs = packed_logprobs(model, packed, temperature=TEMPERATURE, chunk_tokens=5)
+        logprobs = packed_scores(model, packed, temperature=TEMPERATURE, chunk_tokens=5).logprobs
         inputs = LossInputs.from_rows(
             policy_logprobs=logprobs,
             behavior_logprobs=_concat([row.behavior for row in members], dtype),

@@ -18,6 +18,7 @@ from rl_core.advantages import prepare_updates
 from rl_core.columns.jagged import jagged
 from rl_core.losses import policy_loss
 from rl_core.rollout.dynamic_sampling import count_generated, keep_rows
+from rl_core.rollout.responses import describe_responses
 from rl_core.rollout.reuse import reuse_metrics
 from rl_core.training import RankRows, ScoringModule, Trainer, training_columns
 from schemas.config.advantage import OverlongConfig
@@ -44,9 +45,11 @@ def shard(number: int, rewards: tuple[float | None, ...]) -> RolloutShard:
         rewards=rewards,
         group_ids=(2 * number, 2 * number, 2 * number + 1, 2 * number + 1),
         prompt_lengths=(3,) * 4,
-        response_lengths=tuple(LENGTHS),
-        loss_tokens=tuple(LENGTHS),
-        truncated=(0, 0, 1, 1),
+        **describe_responses(
+            [np.arange(length) for length in LENGTHS],
+            [np.ones(length, np.bool_) for length in LENGTHS],
+            ["stop", "stop", "length", "length"],
+        ),
         parts={"format": (1.0, 0.0, 1.0, None)},
         seconds={"generate": 2.0, "reward": 1.0},
     )

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rl_core.columns.jagged import flat_values, jagged, row_lengths
-from rl_core.padded.nesting import RunLengths, Side, as_mask, cast_exactly, from_padded, to_padded_at
+from rl_core.padded.nesting import RunLengths, as_mask, cast_exactly, from_padded, to_padded_at
 from schemas.errors import ColumnError
+from tests.unit.rl_core.padded_batches import runs_of
 
 
-def to_padded(column: pa.LargeListArray, *, width: int, pad: float, side: Side = "right") -> torch.Tensor:
+def to_padded(column: pa.LargeListArray, *, width: int, pad: float, side: str = "right") -> torch.Tensor:
     """Pad a jagged column of B rows to the given width, [B, S]."""
-    return to_padded_at(column, RunLengths.from_lengths(row_lengths(column), width, side), pad)
+    return to_padded_at(column, runs_of(row_lengths(column), width, side), pad)
 
 
 # Padded on the left, on the right, on both sides, with holes, empty, full.
@@ -53,15 +54,6 @@ def test_any_mask_survives_a_round_trip(mask: np.ndarray) -> None:
     assert np.array_equal(runs.lengths, mask.sum(axis=1))
     assert np.array_equal(runs.positions(), np.flatnonzero(mask))
     assert runs.starts.size == runs.stops.size == runs.num_runs.sum(dtype=int)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_runs_of_lengths_are_those_of_the_padded_mask(side: str) -> None:
-    lengths = np.array([3, 0, 5, 1])
-    runs = RunLengths.from_lengths(lengths, 5, side)  # type: ignore[arg-type]
-    places = np.arange(5)[::-1] if side == "left" else np.arange(5)
-    assert np.array_equal(runs.to_mask(), places < lengths[:, None])
-    assert runs.num_runs.tolist() == [1, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +118,7 @@ def test_rows_padded_on_either_side_survive_a_round_trip(
     column = jagged(np.arange(counts.sum(), dtype=np.int32), counts)
     start = data.draw(st.integers(0, len(lengths)))
     part, width = column.slice(start), max(lengths, default=0) + spare
-    padded = to_padded(part, width=width, pad=-1, side=side)  # type: ignore[arg-type]
+    padded = to_padded(part, width=width, pad=-1, side=side)
     assert padded.shape == (len(part), width)
     assert from_padded(padded, padded >= 0).equals(part)
     from_its_side = padded.flip(1) if side == "left" else padded
@@ -140,12 +132,6 @@ def test_the_padded_width_does_not_depend_on_the_longest_row() -> None:
     assert padded.tolist() == [[70000, 70000, 70000, 1], [70000, 70000, 2, 3]]
     padded[0, 0] = 9
     assert column.to_pylist() == [[1], [2, 3]]
-
-
-def test_a_row_longer_than_the_width_is_named() -> None:
-    column = jagged(np.zeros(9, np.float32), np.array([1, 5, 3]))
-    with pytest.raises(ColumnError, match="row 1 has 5 values, more than the width 2; 2 of 3 rows are too long"):
-        to_padded(column, width=2, pad=0)
 
 
 def test_rows_that_disagree_with_the_mask_are_named() -> None:
@@ -165,14 +151,6 @@ def test_a_pad_that_the_dtype_can_not_hold_is_rejected(dtype: str, pad: float) -
     with pytest.raises(ValueError, match=f"can't be padded with {pad}"):
         to_padded(jagged(np.zeros(1, dtype), np.array([1])), width=2, pad=pad)
     assert to_padded(jagged(np.zeros(1, "float32"), np.array([1])), width=2, pad=float("nan")).isnan().sum() == 1
-
-
-def test_invalid_widths_and_sides_are_rejected() -> None:
-    column = jagged(np.zeros(0, np.int32), np.zeros(0, np.int64))
-    with pytest.raises(ValueError, match="width is -1"):
-        to_padded(column, width=-1, pad=0)
-    with pytest.raises(ValueError, match="side 'middle'"):
-        to_padded(column, width=1, pad=0, side="middle")  # type: ignore[arg-type]
 
 
 IDS = np.array([[-100, 3, 70000], [2, -100, 65535]])

@@ -12,7 +12,7 @@ from rl_core.scoring import (
     PackedRow,
     RouterReplay,
     pack_row,
-    packed_logprobs,
+    packed_scores,
     padded_scores,
     use_packed_attention,
     use_padded_attention,
@@ -54,7 +54,7 @@ def perturb(model: PreTrainedModel) -> None:
 
 
 def score(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    return packed_logprobs(model, row, temperature=1.0, chunk_tokens=4)
+    return packed_scores(model, row, temperature=1.0, chunk_tokens=4).logprobs
 
 
 @pytest.mark.parametrize("name", REPLAYED)

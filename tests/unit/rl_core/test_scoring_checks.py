@@ -16,7 +16,6 @@ from rl_core.scoring import (
     PACKED_ATTENTION,
     leak_probe,
     pack_row,
-    packed_logprobs,
     packed_scores,
     padded_scores,
     register,
@@ -105,7 +104,7 @@ def test_padded_scores_reject_a_model_with_packed_attention() -> None:
 def test_packed_scores_reject_a_model_with_another_attention() -> None:
     row = random_batch([1], [1]).row
     with pytest.raises(ScoringError, match=r"uses attention 'sdpa' of its own, .*, not 'sluice_packed'"):
-        packed_logprobs(tiny_qwen3(), row, temperature=1.0, chunk_tokens=4)
+        packed_scores(tiny_qwen3(), row, temperature=1.0, chunk_tokens=4)
 
 
 def test_packed_attention_rejects_unsupported_calls() -> None:

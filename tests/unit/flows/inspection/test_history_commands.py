@@ -77,6 +77,7 @@ def test_a_query_that_cannot_be_answered_is_one_line(sluice: Command) -> None:
     assert result.err.count("\n") == 1
 
 
+@pytest.mark.command("diff")
 def test_the_exit_code_of_a_diff_is_its_answer(sluice: Command) -> None:
     make_small_run(Path(), "other")
     same = sluice("diff", "demo", "other")

@@ -39,7 +39,7 @@ _REASONING_MARKS = (
 )
 
 
-class TurnBridge:
+class EnvironmentTokens:
     """Encodes an environment's messages, from the end of one turn of the model to the beginning of the next.
 
     Args:
@@ -161,7 +161,7 @@ class Dialogue:
     def __init__(self, config: EnvironmentConfig, chat: ChatTemplate, max_prompt_tokens: int) -> None:
         self.config, self._own_chat, self._max_prompt_tokens = config, chat, max_prompt_tokens
         self._chat = lru_cache(MAX_CHATS)(self._make_chat)  # by the tools that an environment's reset has added
-        self._bridge = lru_cache(MAX_CHATS)(self._make_bridge)
+        self._environment_tokens = lru_cache(MAX_CHATS)(self._make_environment_tokens)
         self._has_warned = False
         self.reads_turns = isinstance(config, ProgramEnvironment) and config.parser == "template"
         if self.has_tools:
@@ -180,7 +180,7 @@ class Dialogue:
         Raises:
             ChatTemplateError: It can't.
         """
-        self._bridge(role, tools)
+        self._environment_tokens(role, tools)
 
     def begin(self, prompt: PromptRow, reply: Reply) -> tuple[PromptRow, str | None]:
         """Return a row's prompt with what the reset has added to it, and why it failed, if it did."""
@@ -217,13 +217,13 @@ class Dialogue:
         except (ValueError, RecursionError) as error:
             raise ChatTemplateError(f"a chat can't be encoded: {error}") from error
 
-    def bridge(self, role: str, observations: Sequence[str], last_id: int, tools: str = "") -> np.ndarray:
+    def environment_tokens(self, role: str, observations: Sequence[str], last_id: int, tools: str = "") -> np.ndarray:
         """Return the tokens from the end of a turn, whose last one is `last_id`, to the beginning of the next one.
 
         Raises:
             ChatTemplateError: The chat template can't write the observations.
         """
-        return self._bridge(role, tools).encode(observations, last_id)
+        return self._environment_tokens(role, tools).encode(observations, last_id)
 
     def parse(self, turn: str, before: str, tools: str) -> dict[str, Any] | None:
         """Return a turn of a chat with these tools as the tokenizer reads it (`ChatTemplate.parse`); None: it can't.
@@ -244,6 +244,6 @@ class Dialogue:
     def _make_chat(self, tools: str) -> ChatTemplate:
         return self._own_chat.with_tools(json.loads(tools)) if tools else self._own_chat
 
-    def _make_bridge(self, role: str, tools: str) -> TurnBridge:
+    def _make_environment_tokens(self, role: str, tools: str) -> EnvironmentTokens:
         several, drops_reasoning = self.has_tools or bool(tools), self.config.drops_reasoning
-        return TurnBridge(self._chat(tools), role, drops_reasoning=drops_reasoning, several=several)
+        return EnvironmentTokens(self._chat(tools), role, drops_reasoning=drops_reasoning, several=several)
