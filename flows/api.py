@@ -24,7 +24,7 @@ from infra.storage.runs import RunDirectory, new_run_id
 from rl_core.user_code import imported_now
 from schemas.config.load import parse_config, parse_values, read_toml
 from schemas.config.pipeline import PipelineConfig
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, GateError
 from schemas.step import RunSummary
 
 Result = TypeVar("Result")
@@ -134,7 +134,8 @@ async def run_pipeline_async(
             try:
                 return await call_through_outages(lambda: pipeline(plan), plan.services.prefect_patience_seconds)
             except Exception as error:
-                error.add_note(f"to go on, call run_pipeline with pipeline_id={plan.pipeline_id!r}")
+                aim = "promote it with another gate" if isinstance(error, GateError) else "go on"
+                error.add_note(f"to {aim}, call run_pipeline with pipeline_id={plan.pipeline_id!r}")
                 raise
 
 

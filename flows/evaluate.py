@@ -1,5 +1,6 @@
 """`sluice eval`: held-out accuracy of a checkpoint or of a model, in this process, without Ray and Prefect."""
 
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -59,12 +60,12 @@ def evaluate_run(
 
 
 def evaluate_model(config: RunConfig, model: str, data_path: str) -> EvalReport:
-    """Evaluate a model on held-out prompts or rows as a run of this config would.
+    """Evaluate a model on all held-out prompts or rows of a file, otherwise as a run of this config would.
 
     Raises:
         UserError: The model, or a prompt, is not usable.
     """
-    config = _of_model(_of_held_out(config, data_path, None), Path(model))
+    config = _of_model(_of_held_out(config, data_path, sys.maxsize), Path(model))
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         directory = RunDirectory(Path(folder, "evaluation"))  # without a checkpoint
         if config.sft is not None:

@@ -5,27 +5,31 @@ pipeline that is started again with its id goes on where it was.
 """
 
 import asyncio
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from prefect import Flow, flow, get_run_logger
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 
-from flows.lifecycle.cancellation import cancellable, run_in_thread
+from flows.lifecycle.cancellation import cancellable, run_in_thread, sigterm_only_told, terminable
+from flows.lifecycle.outages import call_through_outages
 from flows.pipeline_plan import CURRENT, PLAN, PipelinePlan, PlannedRun, named
 from flows.summary import finished_summary
 from flows.train import train
 from infra.storage.driver_lock import file_lock
 from infra.storage.folder import read_record, sync_folder
 from infra.storage.runs import open_folder
-from infra.workers.inputs import given_folder
-from schemas.base import Frozen
+from infra.workers.inputs import code_digests, data_digest, given_folder
+from schemas.base import Frozen, digest_of
 from schemas.batch import SafeName
 from schemas.config.pipeline import StageConfig
 from schemas.config.run import RunConfig
@@ -38,15 +42,21 @@ from schemas.errors import (
     PlanError,
     QueryError,
 )
-from schemas.step import RunSummary, comparable
+from schemas.step import EvalReport, RunSummary, comparable
 from tasks.assets import asset_at, describe, evaluation_of
 from tasks.stage import operation
 
 _RESULT = "result.json"
+_ROUNDING = 1e-9  # 0.6 - 0.5 is less than 0.1
 _OF_VALUES = (NonFiniteError, PlanError, GpuMemoryError)  # that a run of a sweep stops at again, by its values
 _PARAMETER = re.compile(r"\$([A-Za-z]\w*)")
 
-Turn = Callable[[str], AbstractAsyncContextManager[None]]  # of the runs of a pool
+
+class Turn(Protocol):
+    """Makes the context of a run, in which it waits until it may begin."""
+
+    def __call__(self, config: RunConfig, *, shows_queue: bool) -> AbstractAsyncContextManager[None]:
+        """Return the context; `shows_queue`: until the run may begin, nothing of the current flow run goes on."""
 
 
 class PipelineResult(Frozen):
@@ -72,12 +82,12 @@ async def pipeline(plan: PipelinePlan) -> PipelineResult:
     return cast(PipelineResult, await cancellable(run_stages(plan)))
 
 
-async def run_stages(plan: PipelinePlan, turn: Turn = lambda pool: nullcontext()) -> PipelineResult:
+async def run_stages(plan: PipelinePlan, turn: Turn = lambda config, *, shows_queue: nullcontext()) -> PipelineResult:
     """Run a pipeline within the current flow run, see `pipeline`.
 
     Args:
         plan: The pipeline.
-        turn: Makes the context of each run, given its pool, in which it waits until it may begin.
+        turn: Makes the context of each run.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     advice = "wait for its end, or end that process first"
@@ -149,13 +159,22 @@ async def _train_all(plan: PipelinePlan, name: str, turn: Turn) -> None:
     If one of a sweep stops for another reason, that is raised once the others have ended.
     """
     runs, slots = plan.runs[name], asyncio.Semaphore(plan.config.stages[name].max_runs)
-    folder, stopped = open_folder(str(plan.folder)), list[PipelineError]()
+    folder, stopped, training = open_folder(str(plan.folder)), list[PipelineError](), set[str]()
+    queues = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by pool
 
     async def train_one(run: PlannedRun) -> None:
-        async with slots, turn(run.config.runtime.pool):
+        async with slots, AsyncExitStack() as stack:
+            async with queues[run.config.runtime.pool]:  # so that each sees whether the one before it may train
+                await stack.enter_async_context(turn(run.config, shows_queue=not training))
+            training.add(run.run_id)
+            stack.callback(training.remove, run.run_id)
             get_run_logger().info("stage %s: run %s", name, run)
             try:
-                await _train_flow(run)(run.config, run.run_id)
+                await call_through_outages(
+                    lambda: _train_flow(run, is_one_of_several=len(waiting) > 1)(run.config, run.run_id),
+                    run.config.services.prefect_patience_seconds,
+                    partial(finished_summary, run.config, run.run_id),
+                )
             except PipelineError as error:
                 if len(runs) == 1:
                     raise
@@ -168,15 +187,19 @@ async def _train_all(plan: PipelinePlan, name: str, turn: Turn) -> None:
 
     unfinished = [run for run in runs if finished_summary(run.config, run.run_id) is None]
     waiting = [run for run in unfinished if folder.size(_diverged(run)) is None]
-    tasks = [asyncio.ensure_future(train_one(run)) for run in waiting]
-    try:
-        await asyncio.gather(*tasks)
-        if stopped:
-            raise stopped[0]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    tasks = [asyncio.ensure_future(terminable(train_one(run))) for run in waiting]
+    with sigterm_only_told() if len(tasks) > 1 else nullcontext():
+        try:
+            await asyncio.gather(*tasks)
+            if stopped:
+                raise stopped[0]
+        except TerminationSignal:  # all are told of it: each ends by itself, within its notice
+            await asyncio.wait(tasks)
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _diverged(run: PlannedRun) -> str:
@@ -184,15 +207,16 @@ def _diverged(run: PlannedRun) -> str:
     return f"{run.run_id}.diverged"
 
 
-def _train_flow(run: PlannedRun) -> Flow[[RunConfig, str], Coroutine[Any, Any, RunSummary]]:
-    """Return the flow `train` for one run of this attempt.
+def _train_flow(run: PlannedRun, *, is_one_of_several: bool) -> Flow[[RunConfig, str], Coroutine[Any, Any, RunSummary]]:
+    """Return the flow `train` for one run of this attempt; while others train, it has a SIGTERM raise nothing, either.
 
     Prefect knows a subflow by its function's name and the number of calls before. A second attempt calls other ones,
     and must not be given the first one's results.
     """
 
     async def train_run(config: RunConfig, run_id: str) -> RunSummary:
-        return await train.fn(config, run_id)
+        with sigterm_only_told() if is_one_of_several else nullcontext():
+            return await train.fn(config, run_id)
 
     train_run.__qualname__ = f"train_{run.run_id}_{flow_run.run_count}"
     return flow(name="train", flow_run_name=run.run_id, persist_result=False, retries=0, validate_parameters=False)(
@@ -252,15 +276,26 @@ def _accuracies(plan: PipelinePlan, run: PlannedRun) -> tuple[float | None, floa
     if gate is None or gate.data_path is None:
         reports = {each.policy_version: each.accuracy for each in comparable(run.directory.metrics.evals())}
         return reports.get(run.config.steps), reports.get(0)
-    from flows.evaluate import evaluate_model  # not at the top: torch is imported with it
-
-    after = evaluate_model(run.config, str(plan.model_of(plan.config.last_stage)), gate.data_path)
+    after = _measure(plan, run.config, str(plan.model_of(plan.config.last_stage)), gate.data_path)
     base = given_folder(run.directory, run.config.model.path)  # the path may be that of the promoted model by now
-    before = None if gate.min_gain is None else evaluate_model(run.config, base, gate.data_path)
+    before = None if gate.min_gain is None else _measure(plan, run.config, base, gate.data_path)
     for what, report in (("model of the last stage", after), ("model that it started from", before)):
         if report is not None:
             get_run_logger().info("gate: %s on %s: %s (%d rows)", what, gate.data_path, report, report.num_prompts)
     return after.accuracy, None if before is None else before.accuracy
+
+
+def _measure(plan: PipelinePlan, config: RunConfig, model: str, data_path: str) -> EvalReport:
+    """Evaluate a model on the gate's file, once: another limit needs no other evaluation."""
+    from flows.evaluate import evaluate_model  # not at the top: torch is imported with these
+    from infra.models.files import weights_digest
+
+    of = [config.model_dump_json(), code_digests(config), weights_digest(model) or model, data_digest(data_path)]
+    folder, name = open_folder(str(plan.folder)), f"gate-{digest_of(json.dumps(of))}.json"
+    if (report := read_record(folder, name, EvalReport, "remove it")) is None:
+        report = evaluate_model(config, model, data_path)
+        folder.write(name, report.model_dump_json().encode())
+    return report
 
 
 def _failures(plan: PipelinePlan, best: dict[str, PlannedRun], accuracy: float | None, gain: float | None) -> list[str]:
@@ -275,7 +310,7 @@ def _failures(plan: PipelinePlan, best: dict[str, PlannedRun], accuracy: float |
             ("accuracy", "min_accuracy", accuracy, gate.min_accuracy),
             ("gain", "min_gain", gain, gate.min_gain),
         )
-        if limit is not None and (value is None or value < limit)
+        if limit is not None and (value is None or value < limit - _ROUNDING)
     ]
     if gate.query is not None:
         finished = [run for run in plan.all_runs if run.directory.summary() is not None]
@@ -317,4 +352,5 @@ async def _promote(plan: PipelinePlan, result: PipelineResult, run: PlannedRun) 
 
     gate = plan.config.gate
     data = [] if gate is None or gate.data_path is None else [asset_at(gate.data_path)]
-    await promote.materializing(promoted, [asset_at(result.model), evaluation_of(run.directory), *data])()
+    evaluation = [evaluation_of(run.directory)] if run.last_evaluation() else []
+    await promote.materializing(promoted, [asset_at(result.model), *evaluation, *data])()

@@ -387,7 +387,7 @@ async def train_fork(fork: str, stop: int) -> str:
         RunError: The fork stopped for a reason that is not its method's.
     """
     directory = RunDirectory(fork)
-    async with hold_pool(directory.config().runtime.pool, shows_queue=False):
+    async with hold_pool(directory.config(), shows_queue=False):
         logger.info("training run %s to step %d", directory.run_id, stop)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-c", CHILD, "resume", fork, f"steps={stop}"),

@@ -114,8 +114,10 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("rollout/failed", "rollout", "sum", "row", "Failed rewards of all generated rows, dropped groups included.", ()),
     ("rollout/tokens", "rollout", "sum", "token", "Response tokens generated, dropped groups included.", ()),
     "Data",
-    ("epoch", "rollout", "single", "epoch", "Epochs of the data up to the step's end, in supervised fine-tuning.",
+    ("epoch", "rollout", "single", "epoch",
+     "Epochs of the data up to the step's end, in supervised fine-tuning; of several sources, the least.",
      _EVERYWHERE, ".2f"),
+    ("epoch/<source>", "rollout", "single", "epoch", "Epochs of one of several sources.", _REPORT),
     # Groups of stored steps that are trained on again; metrics of rewards and responses are without them.
     ("reuse/groups", "rollout", "sum", "group", "Stored groups that the step trains on again.", _REPORT),
     ("reuse/rows", "rollout", "sum", "row", "Their rows.", ()),

@@ -14,12 +14,14 @@ from prefect.types.names import MAX_ASSET_KEY_LENGTH, RESTRICTED_ASSET_CHARACTER
 
 from infra.storage import places
 from infra.storage.runs import RunDirectory
+from infra.workers.inputs import given_folder, model_paths
 from schemas.base import digest_of
 from schemas.config.run import RunConfig
 from schemas.config.store import CheckpointConfig
 from schemas.step import EvalReport
 
 MAX_UPSTREAM = 50  # of one asset; Prefect takes an event with 100 related resources at most
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HAS_CONTAINER = ("abfs", "wasb")  # whose URLs have a container before the @, and not a login
 
 
@@ -50,9 +52,27 @@ def asset_at(place: str | Path, name: str | None = None) -> Asset:
     return Asset(key=key, properties=AssetProperties(name=name) if name else None)
 
 
-def trained_on(config: RunConfig) -> list[Asset]:
-    """Return what checkpoints are made of: the model that the run starts from, and its training prompts."""
-    return upstream([config.model.path, *(source.path for source in config.data.train_sources)])
+def model_at(path: str) -> Asset:
+    """Return the asset of a model's folder, or of its name on the hub.
+
+    Example:
+        >>> model_at("Qwen/Qwen3-0.6B").key
+        'huggingface://Qwen/Qwen3-0.6B'
+    """
+    is_on_hub = _HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
+    return asset_at(f"huggingface://{path}" if is_on_hub else path)
+
+
+def trained_on(directory: RunDirectory, config: RunConfig) -> list[Asset]:
+    """Return what checkpoints are made of: the models that the run was given, its teachers' included, and its prompts.
+
+    The first is the model that it starts from. Where a link led when the run was given it is what counts.
+
+    Raises:
+        RunError: The record of what the run was given is damaged.
+    """
+    models = [model_at(given_folder(directory, path)) for path in model_paths(config)]
+    return _each_once([*models, *(asset_at(source.path) for source in config.data.train_sources)])
 
 
 def checkpoints_of(directory: RunDirectory, config: CheckpointConfig) -> Asset:
@@ -68,13 +88,18 @@ def evaluation_of(directory: RunDirectory) -> Asset:
 
 def evaluated(directory: RunDirectory, config: RunConfig, version: int, data_path: str | None) -> list[Asset]:
     """Return what an evaluation is made of: held-out prompts, and the checkpoints or, of version 0, the model."""
-    weights = checkpoints_of(directory, config.checkpoint) if version else asset_at(config.model.path)
+    given = model_at(given_folder(directory, config.model.path))
+    weights = checkpoints_of(directory, config.checkpoint) if version else given
     return [weights, *upstream([data_path] if data_path else [])]
 
 
 def upstream(paths: Iterable[str]) -> list[Asset]:
     """Return the assets at some places, each once; of more than `MAX_UPSTREAM`, the first ones."""
-    return list({asset.key: asset for asset in map(asset_at, paths)}.values())[:MAX_UPSTREAM]
+    return _each_once(map(asset_at, paths))
+
+
+def _each_once(assets: Iterable[Asset]) -> list[Asset]:
+    return list({asset.key: asset for asset in assets}.values())[:MAX_UPSTREAM]
 
 
 def describe(asset: Asset, metadata: Mapping[str, object]) -> None:

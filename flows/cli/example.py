@@ -32,7 +32,8 @@ class SftExample(Frozen):
     num_dropped: int  # those that are
     num_tokens: int
     num_loss_tokens: int
-    steps_per_epoch: float
+    steps_per_epoch: float  # of several sources, of the one that takes the most
+    steps_by_source: dict[str, float]  # of each of several
     text: str  # of the first row, with its tokens with loss in brackets
 
 
@@ -88,13 +89,15 @@ def _sft_example(config: RunConfig, rows: SftDataset, tokenizer: PreTrainedToken
     row = rows[0]
     edges = np.flatnonzero(np.diff(row.loss_mask)) + 1
     parts = np.split(row.response_ids, edges)  # with loss, without, with, ...
+    steps = rows.steps_per_epoch(config.sft.num_rows)
     texts = decode_texts(tokenizer, [row.prompt_ids.tolist(), *(part.tolist() for part in parts)])
     return SftExample(
         num_rows=len(rows),
         num_dropped=rows.num_dropped,
         num_tokens=int(rows.prompt_lengths.sum() + rows.response_lengths.sum()),
         num_loss_tokens=rows.num_loss_tokens,
-        steps_per_epoch=len(rows) / config.sft.num_rows,
+        steps_per_epoch=max(steps),
+        steps_by_source=dict(zip(config.data.source_names, steps, strict=True)) if len(steps) > 1 else {},
         text="".join(f"{OPEN}{text}{CLOSE}" if at % 2 else text for at, text in enumerate(texts)),
     )
 
@@ -117,9 +120,11 @@ def example_lines(example: Example | SftExample) -> Iterator[str]:
 
 
 def _sft_lines(example: SftExample) -> Iterator[str]:
+    by_source = ", ".join(f"of {name} {steps:,.4g}" for name, steps in example.steps_by_source.items())
     yield (
         f"data: {example.num_rows:,} training rows{_dropped(example.num_dropped)}, {example.num_tokens:,} tokens, "
         f"{example.num_loss_tokens:,} of them with loss; an epoch is {example.steps_per_epoch:,.4g} steps"
+        f"{f' ({by_source})' if by_source else ''}"
     )
     yield f"the first one, with its tokens with loss in {OPEN} {CLOSE}: {_cut(repr(example.text))}"
 

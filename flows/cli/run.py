@@ -19,7 +19,7 @@ from infra.storage.driver_log import log_error
 from infra.storage.runs import RunDirectory, new_run_id
 from schemas.config.run import RunConfig
 from schemas.config.runtime import ServicesConfig
-from schemas.errors import GpuMemoryError, RunStoppedError, RunTakenOverError, UserError
+from schemas.errors import GateError, GpuMemoryError, RunStoppedError, RunTakenOverError, UserError
 
 TERMINATED = 128 + signal.SIGTERM
 Result = TypeVar("Result")
@@ -58,6 +58,8 @@ def run_pipeline(console: Console, plan: PipelinePlan, command: str) -> None:
     """
 
     def explain(error: BaseException, was_terminated: bool) -> str | None:
+        if isinstance(error, GateError):
+            return f"to promote it all the same, add the limit that it may have, e.g. gate.min_accuracy=0.5: {command}"
         return None if isinstance(error, UserError) else f"continue with: {command}"
 
     result = run_to_end(lambda: pipeline(plan), plan.services, explain)

@@ -5,23 +5,24 @@ Each fails with one line if its input is refused; the Prefect UI shows that line
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from functools import wraps
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial, wraps
 from pathlib import Path
 from typing import ParamSpec
 from uuid import UUID
 
 from prefect import flow, get_run_logger
-from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.objects import ConcurrencyLeaseHolder, State
-from prefect.concurrency.asyncio import concurrency
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError, concurrency
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, Running
 
 from flows.configs import find_config
 from flows.lifecycle.cancellation import cancellable, rename_flow_run, set_state
+from flows.lifecycle.outages import API_ERRORS, call_through_outages
 from flows.lifecycle.secrets import take_secrets
 from flows.pipeline import run_stages
 from flows.pipeline_plan import PipelinePlan, check_pipeline, load_pipeline, plan_pipeline, stored_plan
@@ -34,6 +35,7 @@ from infra.storage.runs import RunDirectory
 from infra.workers.inputs import data_digest
 from schemas.config import DEFAULT_RUNS_DIR
 from schemas.config.load import load_config
+from schemas.config.pipeline import PipelineConfig
 from schemas.config.run import RunConfig
 from schemas.errors import PipelineError, RunError
 from schemas.errors import describe as describe_error
@@ -77,13 +79,14 @@ async def train(config: str, overrides: tuple[str, ...] = (), run_id: str | None
     """
     run_config = _run_config(config, overrides, run_id, note)
     run_id = run_id or own_run_id(run_config.name)
-    await rename_flow_run(run_id)
+    patience = run_config.services.prefect_patience_seconds
+    await call_through_outages(partial(rename_flow_run, run_id), patience)
     directory = RunDirectory.at(run_config, run_id)
     if (cancelled := await cancellable(_wait_for_other_driver(directory))) is not None:
         return cancelled
     if (finished := finished_summary(run_config, run_id)) is not None:
         return Completed(message=f"run {run_id} was complete already: {finished.steps} of {run_config.steps} steps")
-    await _require_progress([directory])
+    await call_through_outages(partial(_require_progress, [directory]), patience)
     from flows.preflight import check_start  # not at the top: torch is imported with it
 
     run_config = check_start(run_config, directory)
@@ -101,16 +104,14 @@ async def pipeline(file: str, overrides: tuple[str, ...] = (), pipeline_id: str 
         pipeline_id: The pipeline's id. If it exists, it goes on. Default: made from the file's name.
     """
     config = load_pipeline(file, overrides)
-    own_id = own_run_id(config.name)
-    stored = (
-        stored_plan(config, own_id) if pipeline_id is None else None
-    )  # of an attempt before, whatever the file says
-    plan = stored or plan_pipeline(config, pipeline_id or own_id)
-    await rename_flow_run(plan.pipeline_id)
+    plan = _plan(config, own_run_id(config.name), pipeline_id)
+    patience = plan.services.prefect_patience_seconds
+    await call_through_outages(partial(rename_flow_run, plan.pipeline_id), patience)
     take_secrets(plan.services)
     if (cancelled := await cancellable(_wait_for_other_driver(RunDirectory(plan.folder)))) is not None:
         return cancelled
-    await _require_progress([run.directory for run in plan.all_runs])
+    directories = [run.directory for run in plan.all_runs]
+    await call_through_outages(partial(_require_progress, directories), patience)
     check_pipeline(plan)
     return await cancellable(_promote_in_turn(plan))
 
@@ -220,14 +221,19 @@ async def prepare_data(
 
 async def _promote_in_turn(plan: PipelinePlan) -> State:
     """Run a pipeline, each of whose runs waits for a free slot of its pool."""
-    result = await run_stages(plan, hold_pool)
+    patience = plan.services.prefect_patience_seconds
+    result = await call_through_outages(partial(run_stages, plan, hold_pool), patience)
     return Completed(message=f"promoted {result.model}")
 
 
 async def _train_in_turn(config: RunConfig, run_id: str) -> State:
     """Train once the pool has a free slot."""
-    async with hold_pool(config.runtime.pool):
-        summary = await train_policy(config, run_id)
+    async with hold_pool(config):
+        summary = await call_through_outages(
+            partial(train_policy, config, run_id),
+            config.services.prefect_patience_seconds,
+            partial(finished_summary, config, run_id),
+        )
     name = "loss" if summary.reward_first is None else "reward"
     first, last = getattr(summary, f"{name}_first"), getattr(summary, f"{name}_last")
     return Completed(message=f"{summary.steps} steps, {name} {first:.3f} to {last:.3f}")
@@ -262,6 +268,13 @@ async def _require_progress(runs: Sequence[RunDirectory]) -> None:
         )
 
 
+def _plan(config: PipelineConfig, own_id: str, pipeline_id: str | None) -> PipelinePlan:
+    """Plan a pipeline; a retry trains what its first attempt began, even if the file has changed, but asks its gate."""
+    if pipeline_id is None and (stored := stored_plan(config, own_id)) is not None:
+        return stored.replace(config=stored.config.replace(gate=config.gate))
+    return plan_pipeline(config, pipeline_id or own_id)
+
+
 def _run_config(config: str, overrides: Sequence[str], run_id: str | None, note: str) -> RunConfig:
     """Load the config; a retry continues with the one that its run started with, even if the file has changed."""
     loaded = load_config(find_config(config), overrides)
@@ -279,34 +292,56 @@ def limit_name(pool: str) -> str:
 
 
 @asynccontextmanager
-async def hold_pool(pool: str, *, shows_queue: bool = True) -> AsyncIterator[None]:
-    """Hold a slot of the pool during the block; until one is free, `shows_queue` gives the flow run the state `Queued`.
+async def hold_pool(config: RunConfig, *, shows_queue: bool = True) -> AsyncIterator[None]:
+    """Hold a slot of the run's pool during the block; until one is free, `shows_queue` has the flow run be `Queued`.
 
-    A lost lease, e.g. while the Prefect server is gone, does not stop the block.
+    The slot is waited for through outages of the Prefect server. During the block and at its end they change nothing:
+    a lease that is lost, or isn't given back, ends by itself.
+
+    Raises:
+        ServerLostError: Before the block, the server did not respond again in time.
     """
-    name = limit_name(pool)
-    async with get_client() as client:
-        is_full = await _is_full(client, name)
+    name, patience = limit_name(config.runtime.pool), config.services.prefect_patience_seconds
+    is_full = await call_through_outages(partial(_is_full, name), patience)
     if is_full:
-        message = f"waiting for a slot of the pool {pool!r}, which another run holds"
-        get_run_logger().info(message)
+        message = f"waiting for a slot of the pool {config.runtime.pool!r}, which another run holds"
+        get_run_logger().info("%s; prefect gcl update %s --limit N gives the pool more", message, name)
         if shows_queue:
-            await set_state(Running(name="Queued", message=message))
-    holder = ConcurrencyLeaseHolder(type="flow_run", id=flow_run.id)
-    async with concurrency(
-        name, strict=True, lease_duration=LEASE_SECONDS, holder=holder, raise_on_lease_renewal_failure=False
-    ):
-        if is_full and shows_queue:
-            await set_state(Running())
-        yield
-
-
-async def _is_full(client: PrefectClient, name: str) -> bool:
-    """Return whether all slots are taken; create the limit if it doesn't exist."""
+            await call_through_outages(lambda: set_state(Running(name="Queued", message=message)), patience)
+    slot = await call_through_outages(partial(_take_slot, name), patience)
     try:
-        limit = await client.read_global_concurrency_limit_by_name(name)
-    except ObjectNotFound:
-        with suppress(ObjectAlreadyExists):  # another run has just created it
-            await client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=SLOTS))
-        limit = await client.read_global_concurrency_limit_by_name(name)
+        if is_full and shows_queue:
+            await call_through_outages(lambda: set_state(Running()), patience)
+        yield
+    finally:
+        try:
+            await slot.aclose()
+        except API_ERRORS as error:
+            message = "the slot of the pool %r was not given back (%s); it is free again in %d s"
+            get_run_logger().warning(message, config.runtime.pool, describe_error(error), LEASE_SECONDS)
+
+
+async def _take_slot(name: str) -> AsyncExitStack:
+    """Wait for a slot of the limit; closing what is returned gives it back."""
+    holder, slot = ConcurrencyLeaseHolder(type="flow_run", id=flow_run.id), AsyncExitStack()
+    try:
+        await slot.enter_async_context(
+            concurrency(
+                name, strict=True, lease_duration=LEASE_SECONDS, holder=holder, raise_on_lease_renewal_failure=False
+            )
+        )
+    except ConcurrencySlotAcquisitionError as error:  # of any error of the request
+        raise error.__cause__ or error from None
+    return slot
+
+
+async def _is_full(name: str) -> bool:
+    """Return whether all slots are taken; create the limit if it doesn't exist."""
+    async with get_client() as client:
+        try:
+            limit = await client.read_global_concurrency_limit_by_name(name)
+        except ObjectNotFound:
+            with suppress(ObjectAlreadyExists):  # another run has just created it
+                await client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=SLOTS))
+            limit = await client.read_global_concurrency_limit_by_name(name)
     return limit.active_slots >= limit.limit

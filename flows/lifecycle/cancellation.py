@@ -35,7 +35,10 @@ from infra.storage.driver_lock import finish_in_thread
 Result = TypeVar("Result")
 Event = TypeVar("Event")
 POLL_SECONDS = 2.0
-_told: ContextVar[Callable[[], object] | None] = ContextVar("told", default=None)  # of a SIGTERM
+Tell = Callable[[], object]
+_told: ContextVar[Tell | None] = ContextVar("told", default=None)  # of a SIGTERM
+_all_told: dict[Tell, Tell | None] = {}  # each with the one that it is within
+_handlers: list[Any] = []  # of SIGTERM, one from before each block of `sigterm_only_told`
 
 
 class Notice:
@@ -221,43 +224,50 @@ async def terminable(work: Coroutine[Any, Any, Result], notice: Notice | None = 
 
 
 @contextmanager
-def _told_of_sigterm(loop: asyncio.AbstractEventLoop, tell: Callable[[], object]) -> Iterator[None]:
+def _told_of_sigterm(loop: asyncio.AbstractEventLoop, tell: Tell) -> Iterator[None]:
     """Have the event loop call `tell` after a SIGTERM, next to the handler of the signal, whichever that is by then.
 
-    Of several within one another the innermost is told. Signals reach only the main thread; in another one this does
-    nothing.
+    Of several within one another the innermost is told; of tasks at the same time, such as runs of a sweep, that of
+    each. Signals reach only the main thread; in another one this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    outer, token = _told.get(), _told.set(tell)
+    _all_told[tell], token = _told.get(), _told.set(tell)
     with _same_handler():
-        loop.add_signal_handler(signal.SIGTERM, tell)
+        loop.add_signal_handler(signal.SIGTERM, _tell_innermost)
     try:
         yield
     finally:
         _told.reset(token)
-        with _same_handler():
-            if outer is None:
+        del _all_told[tell]
+        if not _all_told:
+            with _same_handler():
                 loop.remove_signal_handler(signal.SIGTERM)
-            else:
-                loop.add_signal_handler(signal.SIGTERM, outer)
+
+
+def _tell_innermost() -> None:
+    for tell in _all_told.keys() - _all_told.values():
+        tell()
 
 
 @contextmanager
 def sigterm_only_told() -> Iterator[None]:
     """Have a SIGTERM raise nothing during the block, which is within `terminable`: its event loop is told.
 
-    Prefect installs its handler again for each subflow, so each needs a block of its own.
+    Prefect installs its handler again for each subflow, so each needs a block of its own. The handler of before comes
+    back after the last of the blocks that are open at the same time, such as those of a sweep's runs.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    _handlers.append(signal.signal(signal.SIGTERM, lambda *_: None))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        before = _handlers.pop()
+        if not _handlers:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class RunReporter:
         config, directory = self._run.config, RunDirectory.of(self._run)
         directory.write_reported_checkpoint(version)
         asset = checkpoints_of(directory, config.checkpoint)
-        await describe_checkpoint.materializing(asset, trained_on(config))(self._run, version, evals)
+        await describe_checkpoint.materializing(asset, trained_on(directory, config))(self._run, version, evals)
 
 
 @contextmanager

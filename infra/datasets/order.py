@@ -83,6 +83,24 @@ class RowOrder:
             rows[mine] = start + _index_epochs(np.arange(mine.sum()), size, order_of_epoch)
         return rows
 
+    def num_taken(self, number: int) -> list[int]:
+        """Return how many of the first `number` prompts are of each source: K.
+
+        Example:
+            >>> RowOrder(sizes=(2, 8), weights=(1.0, 1.0)).num_taken(5)
+            [2, 3]
+        """
+        counts = []
+        for numerator, denominator in self._fractions:
+            counts.append(number * numerator // denominator)
+            number -= counts[-1]
+        return counts
+
+    def epoch_prompts(self) -> list[float]:
+        """Return how many prompts, of all sources, each source's epoch takes: K."""
+        total = sum(self.weights)
+        return [size * total / weight for size, weight in zip(self.sizes, self.weights, strict=True)]
+
     def _locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return each prompt's source and its position among that source's prompts: int64, shaped as `numbers`."""
         located = [self._locate_one(int(number)) for number in numbers]

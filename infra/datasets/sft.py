@@ -96,9 +96,25 @@ class SftDataset(PromptDataset):
     def __iter__(self) -> Iterator[SftRow]:
         return (self[index] for index in range(len(self)))
 
-    def epoch_metrics(self, step: int, num_rows: int) -> Metrics:
-        """Return the number of epochs up to the end of a step, of `num_rows` rows each."""
-        return {"epoch": Single(value=(step + 1) * num_rows / len(self))}
+    def epoch_metrics(self, step: int, num_rows: int, names: Sequence[str]) -> Metrics:
+        """Return the number of epochs up to the end of a step, of `num_rows` rows each: of several sources, of each.
+
+        Args:
+            step: The step, from 0.
+            num_rows: The rows of a step.
+            names: Those of the sources in metrics; of sources with the same name, the most epochs count.
+        """
+        taken = self._order.num_taken((step + 1) * num_rows)
+        epochs = [count / size for count, size in zip(taken, self.sizes, strict=True)]
+        own: Metrics = {}
+        if len(epochs) > 1:
+            by_size = sorted(zip(epochs, names, strict=True))
+            own = {f"epoch/{name}": Single(value=value) for value, name in by_size}
+        return {"epoch": Single(value=min(epochs)), **own}
+
+    def steps_per_epoch(self, num_rows: int) -> list[float]:
+        """Return after how many steps, of `num_rows` rows each, all rows of each source were taken: K."""
+        return [prompts / num_rows for prompts in self._order.epoch_prompts()]
 
     @cached_property
     def prompt_lengths(self) -> NDArray[np.int64]:

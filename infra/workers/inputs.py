@@ -151,7 +151,7 @@ def check_files(directory: RunDirectory, config: RunConfig) -> None:
 def check_inputs(directory: RunDirectory, config: RunConfig) -> None:
     """Check data and models, see `check_files`, and warn of modules that are not those that the run was given."""
     check_files(directory, config)
-    before, now = _load(directory), _code_digests(config)
+    before, now = _load(directory), code_digests(config)
     for module, digest in now.items():
         if before is not None and before.code.get(module, digest) != digest:
             logger.warning(
@@ -317,7 +317,7 @@ def _measure(config: RunConfig) -> RunInputs:
     return RunInputs(
         data={path: data_digest(path) for path in config.data.paths},
         tokenizer=_tokenizer_digest(Path(config.model.path)),
-        code=_code_digests(config),
+        code=code_digests(config),
     )
 
 
@@ -331,7 +331,8 @@ def _tokenizer_digest(folder: Path) -> str:
     return _digest(files, names) if files else ""
 
 
-def _code_digests(config: RunConfig) -> dict[str, str]:
+def code_digests(config: RunConfig) -> dict[str, str]:
+    """Return the digest of the source of each module of rewards and environments, by its name."""
     files = {module: _module_file(module) for path in _import_paths(config) for module in [path.partition(":")[0]]}
     return {module: _digest([file]) for module, file in sorted(files.items()) if file is not None}
 

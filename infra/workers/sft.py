@@ -55,7 +55,7 @@ class SftWorker(PolicyWorker):
                 for prompt, response in zip(*self._texts(rows[:SAMPLES]), strict=True)
             ),
         )
-        return shard, self._train_rows.epoch_metrics(step, len(rows))
+        return shard, self._train_rows.epoch_metrics(step, len(rows), self._config.data.source_names)
 
     def put_rows(self, step: int) -> PutResult:
         """Put the rows of a step as one chunk."""

@@ -89,7 +89,7 @@ class GateConfig(FrozenConfig):
     """Least gain in held-out accuracy over the model that the last stage started from."""
 
     data_path: str | None = None
-    """Prompts or rows for both accuracies; None: the held-out ones of the last stage, from its own evaluations."""
+    """Prompts or rows for both, a whole file; None: the held-out ones of the last stage, from its own evaluations."""
 
     query: str | None = None
     """A query over the runs whose only value must be true; `$STAGE` is the run id of a stage, of a sweep its best."""

@@ -140,7 +140,6 @@ def test_a_long_path_or_many_sources_are_no_error() -> None:
     assert first != second
     assert len(first) == 512
     sources = [{"path": f"{number}.jsonl"} for number in range(120)]
-    config = run_config(data={"train_path": None, "sources": sources})
-    assert len(trained_on(config)) == MAX_UPSTREAM
-    directory = RunDirectory("/runs/demo")
+    config, directory = run_config(data={"train_path": None, "sources": sources}), RunDirectory("/runs/demo")
+    assert len(trained_on(directory, config)) == MAX_UPSTREAM
     assert checkpoints_of(directory, config.checkpoint.replace(url="s3://b/c")).key == "s3://b/c/demo"

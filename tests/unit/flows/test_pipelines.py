@@ -5,8 +5,8 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from math import nan
 from pathlib import Path
@@ -15,12 +15,14 @@ from types import SimpleNamespace
 import pytest
 from prefect.logging import disable_run_logger
 
+from flows.deployments.entrypoints import _plan
 from flows.pipeline import _accuracies, _failures, _find_best, _run_stage, _train_all, run_stages
 from flows.pipeline_plan import PipelinePlan, PlannedRun, _check_unchanged, load_pipeline, plan_pipeline
 from flows.recovery import find_or_create_run
 from infra.storage.driver_lock import file_lock
 from infra.storage.runs import RunDirectory
 from infra.workers.inputs import evaluation_digest
+from schemas.config.run import RunConfig
 from schemas.errors import (
     GpuMemoryError,
     NonFiniteError,
@@ -34,6 +36,8 @@ from schemas.step import EvalReport, RunSummary
 from tests.support.command import assert_rejected, make_command
 from tests.support.configs import config_toml
 from tests.support.sft import MARKED, sft_toml, write_sums
+from tests.support.sweeps import finish as finish_run
+from tests.support.sweeps import sweep_plan
 from tests.support.tiny import make_tiny_data, make_tiny_model
 
 TWO_STAGES = """
@@ -225,7 +229,7 @@ def test_a_run_of_a_sweep_that_stops_leaves_the_others_to_their_ends(
     plan.folder.mkdir(parents=True)
     runs, trained, has_failed = plan.runs["grpo"], list[str](), asyncio.Event()
 
-    def train_flow(run: PlannedRun) -> Callable[..., Coroutine[None, None, None]]:
+    def train_flow(run: PlannedRun, **_: object) -> Callable[..., Coroutine[None, None, None]]:
         async def train(*_: object) -> None:
             if run == runs[0]:
                 has_failed.set()
@@ -239,7 +243,7 @@ def test_a_run_of_a_sweep_that_stops_leaves_the_others_to_their_ends(
 
     monkeypatch.setattr("flows.pipeline._train_flow", train_flow)
     monkeypatch.setattr("flows.pipeline.get_run_logger", logging.getLogger)
-    train_all = partial(_train_all, plan, "grpo", lambda _: nullcontext())
+    train_all = partial(_train_all, plan, "grpo", lambda _, **__: nullcontext())
     diverged = plan.folder / "one-grpo-1.diverged"
     for _ in range(2):
         with nullcontext() if is_left_out else pytest.raises(type(error), match=str(error)):
@@ -314,6 +318,7 @@ def test_a_pipeline_that_is_cancelled_keeps_its_lock_until_its_thread_ends(
     is_exported: bool,
     named: str,
 ) -> None:
+    make_tiny_data(folder / "eval.parquet", 4)
     plan = planned("stages.grpo.sweep={}", "gate={min_accuracy=0.0,data_path='eval.parquet'}")
     for name in ("sft", "grpo")[: 1 + is_exported]:
         plan.model_of(name).mkdir(parents=True)
@@ -369,6 +374,69 @@ def test_a_gain_is_over_the_model_that_the_run_started_from(folder: Path) -> Non
         link.symlink_to(Path("one", "sft"))
         assert _accuracies(plan, run) == expected
     assert expected[0] != expected[1]
+
+
+def test_a_gain_of_exactly_the_least_one_is_enough(folder: Path) -> None:
+    plan = planned("stages.grpo.sweep={}", "gate={min_gain=0.1}")
+    assert 0.6 - 0.5 < 0.1  # of floats
+    assert not _failures(plan, {"grpo": plan.runs["grpo"][0]}, 0.6, 0.6 - 0.5)
+
+
+def test_a_gate_s_own_file_is_measured_on_all_of_its_rows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_sums(folder)
+    make_tiny_model(folder / "models/pipe/one/sft")
+    gate = "gate={min_accuracy=0.0,data_path='rows.jsonl'}"
+    stage = ("stages={sft={config='sft.toml'}}", "set.eval.num_prompts=2")
+    plan = planned(*stage, gate)
+    (run,) = plan.runs["sft"]
+    monkeypatch.setattr("flows.pipeline.get_run_logger", lambda: logging.getLogger("gate"))
+    with caplog.at_level(logging.INFO, "gate"):
+        found = _accuracies(plan, run)
+    assert f"({len((folder / 'rows.jsonl').read_text().splitlines())} rows)" in caplog.text
+    monkeypatch.delattr("flows.evaluate._score_held_out")
+    assert _accuracies(planned(*stage, gate.replace("0.0", "0.5")), run) == found  # without another evaluation
+    (folder / "rows.jsonl").write_text("".join((folder / "rows.jsonl").read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(NameError, match="_score_held_out"):
+        _accuracies(plan, run)
+
+
+def test_a_pipeline_shows_no_queue_while_a_run_of_it_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sweep whose pool has one slot, the second run asks for it while the first has it."""
+    shown, slots = dict[str, bool](), asyncio.Semaphore(0)
+
+    @asynccontextmanager
+    async def turn(config: RunConfig, *, shows_queue: bool) -> AsyncIterator[None]:
+        shown[f"run-{config.seed}"] = shows_queue
+        if len(shown) == 1:
+            asyncio.get_running_loop().call_soon(slots.release)
+        async with slots:
+            yield
+
+    def of_run(run: PlannedRun, **_: object) -> object:
+        async def train(config: RunConfig, run_id: str) -> RunSummary:
+            while len(shown) == 1:  # until the second waits, or for good if it doesn't ask
+                await asyncio.sleep(0)
+            return finish_run(config, run_id)
+
+        return train
+
+    monkeypatch.setattr("flows.pipeline._train_flow", of_run)
+    monkeypatch.setattr("flows.pipeline.get_run_logger", logging.getLogger)
+    asyncio.run(_train_all(sweep_plan(folder, num_runs=3, max_runs=2), "grpo", turn))
+    assert shown == {"run-0": True, "run-1": False, "run-2": True}
+
+
+def test_a_retry_trains_what_was_begun_and_asks_the_gate_of_the_file(folder: Path) -> None:
+    begun = planned(pipeline_id="own")
+    begun.folder.mkdir(parents=True)
+    (begun.folder / "pipeline.json").write_text(begun.model_dump_json())
+    changed = load_pipeline("pipe.toml", ("gate.min_accuracy=0.1", "stages.sft.set.optim.lr=0.5"))
+    retried = _plan(changed, "own", None)
+    assert retried.config.gate == changed.gate != begun.config.gate
+    assert retried.runs == begun.runs != plan_pipeline(changed, "own").runs
+    assert _plan(changed, "own", "own") == plan_pipeline(changed, "own")
 
 
 @pytest.mark.parametrize("key", ["min_accuracy", "min_gain"])

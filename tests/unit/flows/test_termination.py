@@ -1,23 +1,28 @@
 """A SIGTERM ends a run's work, also if the event loop swallows its exception."""
 
 import asyncio
+import logging
 import math
 import os
 import signal
-import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext, suppress
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 
 import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import TerminationSignal
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 from prefect.utilities.engine import capture_sigterm
 
 from flows.lifecycle.cancellation import Notice, cancellable, sigterm_only_told, terminable
+from flows.pipeline import _train_all
+from flows.pipeline_plan import PlannedRun
+from schemas.config.run import RunConfig
+from tests.support.stand_in_prefect import answered_by
+from tests.support.sweeps import sweep_plan
 
 
 async def work(cleaned: list[str]) -> None:
@@ -49,19 +54,6 @@ class ProxyOrServer(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
-
-
-@contextmanager
-def answered_by(handler: type[ProxyOrServer]) -> Iterator[None]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{server.server_port}/api"}):
-                yield
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def test_an_answer_that_is_no_servers_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +184,62 @@ def test_what_is_in_hand_is_finished_within_half_of_the_notice(
         asyncio.run(run())
     assert events == done
     assert 0 <= left[0] <= seconds
+    assert received == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("is_first_done", [True, False])
+def test_each_run_of_a_sweep_gets_its_notice_and_ends_by_itself(
+    received: list[int], is_first_done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, handlers, second_begun, flows = list[str](), list[object](), asyncio.Event(), list[asyncio.Task[None]]()
+
+    async def training(notice: Notice, is_first: bool) -> None:
+        with sigterm_only_told():
+            with notice.released():
+                notice.hold()
+                if is_first:
+                    await second_begun.wait()
+                    if is_first_done:
+                        return
+                second_begun.set()
+                if is_first_done:
+                    await asyncio.wait(flows[:1])
+                if is_first or is_first_done:
+                    terminate()
+                while not notice.is_given:
+                    await asyncio.sleep(0)
+                if not is_first:
+                    await asyncio.wait(flows[:1])
+                    for _ in range(100):  # turns of the loop, in which the other's end would cancel it
+                        await asyncio.sleep(0)
+                saved.append("first" if is_first else "second")
+            await asyncio.Event().wait()
+
+    def of_run(run: PlannedRun, **_: object) -> Callable[[RunConfig, str], Coroutine[None, None, None]]:
+        async def train(config: RunConfig, run_id: str) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            flows.append(task)
+            notice = Notice(math.inf)
+            with capture_sigterm():
+                await terminable(terminable(training(notice, run_id == "run-0"), notice))
+
+        return train
+
+    async def run() -> None:
+        with capture_sigterm():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+            try:
+                await terminable(_train_all(sweep_plan(tmp_path, 2, max_runs=2), "grpo", lambda _, **__: nullcontext()))
+            finally:
+                handlers.append(signal.getsignal(signal.SIGTERM))
+
+    monkeypatch.setattr("flows.pipeline._train_flow", of_run)
+    monkeypatch.setattr("flows.pipeline.get_run_logger", logging.getLogger)
+    with pytest.raises(TerminationSignal):
+        asyncio.run(run())
+    assert saved == ["first", "second"][is_first_done:]
+    assert handlers[0] == handlers[1] != signal.SIG_DFL
     assert received == [signal.SIGTERM]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from flows.cli.example import example_lines, show_example
 from infra.datasets import sft
 from infra.datasets.sft import SftRow, check_rows, load_rows, load_train_rows
 from infra.models.load import load_tokenizer
@@ -406,3 +407,19 @@ def test_several_sources_are_mixed_by_weight(folder: Path) -> None:
     rows = load_train_rows(config, tokenizer_of(folder))
     taken = [marked(folder, rows[number])[0] for number in rows.rows_for_step(0, 8, seed=0, shuffle=True)]
     assert (taken.count("a"), taken.count("b")) == (6, 2)
+
+
+def test_each_of_several_sources_has_epochs_of_its_own(folder: Path) -> None:
+    for name, size in (("a", 2), ("b", 8)):
+        write_rows(folder / f"{name}.jsonl", [{"text": name * 2}] * size)
+    sources = [{"path": str(folder / f"{name}.jsonl")} for name in ("a", "b")]
+    config = sft_config(folder, data={"train_path": None, "sources": sources}, sft={"num_rows": 4})
+    rows = load_train_rows(config, tokenizer_of(folder))
+    taken = [row for step in range(4) for row in rows.rows_for_step(step, 4, seed=0, shuffle=True)]
+    assert [taken.count(row) for row in range(10)] == [4, 4, *[1] * 8]
+    metrics = rows.epoch_metrics(3, 4, config.data.source_names)
+    assert {name: metric.value for name, metric in metrics.items()} == {"epoch": 1.0, "epoch/a": 4.0, "epoch/b": 1.0}
+    line = next(example_lines(show_example(config, rows)))
+    assert line.endswith("an epoch is 4 steps (of a 1, of b 4)")
+    one = load_train_rows(sft_config(folder, "a.jsonl", sft={"num_rows": 4}), tokenizer_of(folder))
+    assert {name: metric.value for name, metric in one.epoch_metrics(0, 3, ["a"]).items()} == {"epoch": 1.5}

@@ -67,7 +67,7 @@ def rollout_metrics() -> Iterator[Metrics]:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, rows.schema):
         pass
-    yield SftDataset(sink.getvalue(), [1], [1.0], 0).epoch_metrics(3, 8)
+    yield SftDataset(sink.getvalue(), [1, 3], [1.0, 2.0], 0).epoch_metrics(3, 8, ["a", "b"])
     reuse = run_config(data={"reuse": {"num_groups": 2, "max_age": 1}}, correction=TruncatedCorrection(), store=KEPT)
     reused = tuple(ReusedGroup(step=2, group=group) for group in (0, 1))
     yield reuse_metrics(reuse, 3, [shard(0, (1.0, 0.0, 1.0, 0.0)).replace(reused=reused)])
