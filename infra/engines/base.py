@@ -235,9 +235,7 @@ class RolloutEngine(Protocol):
     # they are gone, as the engine slept without keeping them.
     version: int | None
     dtype: str  # the dtype of its weights, by torch's name
-    verifies_buckets: (
-        bool  # by their checksums; else they are verified before it has them
-    )
+    verifies_buckets: bool  # by their checksums; else they are verified before it has them
     asleep: frozenset[EngineTag]  # the parts that are out of the device's memory
     usage: EngineUsage  # how much of it was in use
 
