@@ -44,6 +44,7 @@ from infra.storage.runs import RunDirectory
 from infra.stores.open import close_store, open_store
 from infra.workers.inputs import evaluation_digest, keep_rows, renew_inputs
 from infra.workers.launch import kill_workers, monitored_workers
+from infra.workers.layout import gpus_wanted
 from infra.workers.nodes import check_nodes, leave_drained, wait_for_drain
 from infra.workers.placement import leave_node, living_nodes, wait_for_nodes
 from schemas.config.run import RunConfig
@@ -127,11 +128,12 @@ async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
 async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
     """Run the steps that a run still lacks, within the current flow run; see `train`."""
     connect(config.services)
-    device = await _decide_device(config, run_id)
+    device = None if RunDirectory.at(config, run_id).exists else _check_cluster(config)
     directory = find_or_create_run(config, run_id)
     async with AsyncExitStack() as stack:
         for context in (driver_lock(directory), driver_log(directory), logs_in_prefect(), infrequent_gc()):
             stack.enter_context(context)
+        device = device or await _wait_for_device(directory, config)
         identity = claim_identity(directory, config)
         nodes = stack.enter_context(monitored_workers(identity, config))
         config = change_config(directory, config)
@@ -161,18 +163,25 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
             events.end(done, is_complete=done == config.steps)
 
 
-async def _decide_device(config: RunConfig, run_id: str) -> Device:
-    """Return what the cluster's workers compute on, for which the engine is built, too.
+async def _wait_for_device(directory: RunDirectory, config: RunConfig) -> Device:
+    """Return what the workers of a run that exists compute on; see `_check_cluster`.
 
-    A run that has started before waits for nodes in place of lost ones, and stays on GPUs unless its config says "cpu".
+    One that has started before stays on GPUs, unless its config says "cpu"; on a cluster of the user's, it waits for
+    nodes in place of lost ones, unless it now asks for more.
     """
-    from flows.preflight import check_cluster  # not at the top: torch is imported with it
-
-    if events := RunDirectory.at(config, run_id).metrics.events():
+    if events := directory.metrics.events():
         if events[-1].device == "cuda" and config.runtime.device == "auto":
             config = config.replace(runtime=config.runtime.replace(device="cuda"))
-        if config.services.ray_address is not None:
-            await wait_for_nodes(run_id, config)
+        asks_for_more = gpus_wanted(config) > gpus_wanted(directory.config())
+        if config.services.ray_address is not None and not asks_for_more:
+            await wait_for_nodes(directory.run_id, config)
+    return _check_cluster(config)
+
+
+def _check_cluster(config: RunConfig) -> Device:
+    """Return what the cluster's workers compute on, for which the engine is built, too."""
+    from flows.preflight import check_cluster  # not at the top: torch is imported with it
+
     return check_cluster(config)
 
 

@@ -141,7 +141,8 @@ def _event(fork: PlannedFork) -> RunEvent:
 
     reason = f"of run {fork.parent.run_id}, after {fork.step} steps"
     versions = installed_versions() | engine_versions(fork.config.rollout)
-    return RunEvent(kind="fork", step=fork.step, time=time.time(), reason=reason, versions=versions)
+    device = next((event.device for event in reversed(fork.parent.metrics.events()) if event.device), None)
+    return RunEvent(kind="fork", step=fork.step, time=time.time(), reason=reason, versions=versions, device=device)
 
 
 def _check_changes(parent: RunDirectory, before: RunConfig, config: RunConfig, step: int) -> None:

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
 from flows.recovery import record_event
-from flows.train import _decide_device
+from flows.train import _wait_for_device
 from infra.ray import health
 from infra.ray.actors import call, create_actor, find_actor, kill_actors
 from infra.ray.health import run_owner
@@ -260,19 +260,22 @@ def test_a_run_that_began_on_gpus_waits_for_them_when_it_is_resumed(
     without = [node for node in joined if not node["Resources"].get("GPU")]
     present = [without]
     monkeypatch.setattr(placement, "_living", lambda: present[-1])
-    assert asyncio.run(_decide_device(config, "new")) == "cpu"
-    policy = PolicyHandle(run_id="resumed", version=0, incarnation="new")
-    record_event(RunDirectory.create(config, "resumed"), policy, "cuda")
+    directory = RunDirectory.create(config, "resumed")
+    assert asyncio.run(_wait_for_device(directory, config)) == "cpu"  # it has not started before
+    record_event(directory, PolicyHandle(run_id="resumed", version=0, incarnation="new"), "cuda")
     impatient = config.replace(timeouts=config.timeouts.replace(resource_seconds=0))
     with pytest.raises(ResourcesError, match=r"runtime\.device = 'cuda' needs \d+ GPUs .* cluster has 0.*none came in"):
-        asyncio.run(_decide_device(impatient, "resumed"))
+        asyncio.run(_wait_for_device(directory, impatient))
+    larger = config.replace(rollout=config.rollout.replace(num_workers=16))
+    with pytest.raises(ConfigError, match=r"needs 17 GPUs .* cluster has 0"):  # at once: it never had as many
+        asyncio.run(_wait_for_device(directory, larger))
     alone = config.replace(services=config.services.replace(ray_address=None))
     with pytest.raises(ConfigError, match=r"runtime\.device = 'cuda' needs \d+ GPUs .* cluster has 0"):
-        asyncio.run(_decide_device(alone, "resumed"))
+        asyncio.run(_wait_for_device(directory, alone))
     on_cpu = config.replace(runtime=config.runtime.replace(device="cpu"))
-    assert asyncio.run(_decide_device(on_cpu, "resumed")) == "cpu"
+    assert asyncio.run(_wait_for_device(directory, on_cpu)) == "cpu"
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(lambda: asyncio.run(_decide_device(config, "resumed")))
+        waiting = pool.submit(lambda: asyncio.run(_wait_for_device(directory, config)))
         wait_until(lambda: "run resumed waits for nodes: " in caplog.text)
         assert not waiting.done()
         present.append(joined)

@@ -156,6 +156,7 @@ class ProgramEngine:
         can_sleep: bool = False,
         lora: LoraConfig | None = None,
         shared_memory: str | None = None,
+        verifies_buckets: bool = False,
     ) -> None:
         """Take over a process, whose weights are those of policy version 0; see `infra.engines.program.start`.
 
@@ -168,6 +169,7 @@ class ProgramEngine:
             lora: The adapters that it is sent, which `shapes` then has too; None: its weights have them merged. With
                 adapters, it keeps its weights in host memory while it sleeps, instead of dropping them.
             shared_memory: `runtime.shared_memory`, through which it gets adapters.
+            verifies_buckets: Whether it is known to compare what it maps with its checksum.
         """
         self._process, self._shapes, self._lora, self._shared_memory = process, shapes, lora, shared_memory
         self._keep_prefixes, self._can_sleep = keep_prefixes, can_sleep
@@ -177,7 +179,7 @@ class ProgramEngine:
         embeddings = shapes.get_input_embeddings().weight
         assert isinstance(embeddings, torch.Tensor), "a model's input embeddings are a matrix"
         self.vocab_size = len(embeddings)
-        self.verifies_buckets = lora is None  # of what it maps, which adapters are not
+        self.verifies_buckets = verifies_buckets and lora is None  # adapters are not mapped
         self.asleep: frozenset[EngineTag] = frozenset()
         self.usage = EngineUsage()
         weights = sum(weight.numel() for weight in shapes.parameters())

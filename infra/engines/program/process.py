@@ -271,11 +271,12 @@ class EngineProcess:
     def memory_advice(self, reason: str) -> str:
         """Return what to add to the reason why one was lost or refused to start: about shared memory, if that is why.
 
-        It is if the reason names it, if it was full then, or if a process wrote to a page that it has no space for.
+        It is if the reason names its space, if it was full, or if a process wrote to a page that it has no space for.
         """
         (free, size), lacked_page = self._space, self._process.returncode == -signal.SIGBUS
-        is_full = size > 0 and free < FULL_BYTES
-        if not (is_full or lacked_page or str(SHARED_MEMORY) in reason):
+        is_full = free < min(FULL_BYTES, size // 4)
+        is_named = str(SHARED_MEMORY) in reason and "space" in reason.lower()
+        if not (is_full or lacked_page or is_named):
             return ""
         return (
             f"; {SHARED_MEMORY} has {free // MIB} of {size // MIB} MiB free: enlarge it (for Docker: --shm-size; "

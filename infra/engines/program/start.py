@@ -139,6 +139,7 @@ def start_engine(
                 can_sleep=can_sleep,
                 lora=lora,
                 shared_memory=of.shared_memory,
+                verifies_buckets=rollout.kind == "vllm",  # a user's program should, too, but may not
             )
             # Only in the first step does vLLM find out what its kernels don't support, and finish its preparations.
             generate_all(engine, [GenerationRequest(np.zeros(1, dtype=np.int64), (0,))], Sampling(1))

@@ -59,15 +59,25 @@ def test_a_job_starts_or_resumes_a_run_in_the_user_s_folder(
 
 
 @pytest.mark.parametrize(
-    ("state", "variables", "requeues"),
-    [("RUNNING", {}, True), ("RUNNING", {"REQUEUE": "0"}, False), ("CANCELLED", {}, False), ("PENDING", {}, False)],
+    ("state", "variables", "status", "requeues"),
+    [
+        ("RUNNING", {}, 143, True),
+        ("RUNNING", {}, 0, False),
+        ("RUNNING", {"MAX_REQUEUES": "0"}, 143, False),
+        ("RUNNING", {"SLURM_RESTART_COUNT": "19"}, 143, True),
+        ("RUNNING", {"SLURM_RESTART_COUNT": "20"}, 143, False),
+        ("CANCELLED", {}, 143, False),
+        ("PENDING", {}, 143, False),
+    ],
 )
-def test_a_job_requeues_itself_before_its_time_limit(state: str, variables: dict[str, str], requeues: bool) -> None:
-    """Not if it was cancelled, and not if it is preempted, after which Slurm has requeued it."""
+def test_a_job_requeues_itself_before_its_time_limit(
+    state: str, variables: dict[str, str], status: int, requeues: bool
+) -> None:
+    """Not if its run was complete by then or it was cancelled, nor if Slurm has requeued it after a preemption."""
     text = SCRIPT.read_text()
     own = text[text.index("driver= ") : text.index("start_ray()")].replace("trap 'kill $(jobs -p)", "#")
     stand_ins = f"""
-        sluice() {{ trap 'exit 143' TERM; echo started; while :; do sleep 0.05; done; }}
+        sluice() {{ trap 'exit {status}' TERM; echo started; while :; do sleep 0.05; done; }}
         scontrol() {{ echo "scontrol $*"; [[ $1 != show ]] || echo "   JobState={state} Reason=None"; }}
         config=tiny.toml run_id=one services=own host=h port=1
     """
@@ -78,7 +88,7 @@ def test_a_job_requeues_itself_before_its_time_limit(state: str, variables: dict
         assert job.stdout.readline() == "started\n"
         job.terminate()  # as of --signal=B:TERM@120
         printed = job.stdout.read()
-    assert job.returncode == 143
+    assert job.returncode == status
     assert (f"scontrol requeue {JOB['SLURM_JOB_ID']}" in printed) == requeues
 
 
