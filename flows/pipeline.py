@@ -27,7 +27,7 @@ from flows.summary import finished_summary
 from flows.train import train
 from infra.storage.driver_lock import file_lock
 from infra.storage.folder import read_record, sync_folder
-from infra.storage.runs import open_folder
+from infra.storage.runs import installed_versions, open_folder
 from infra.workers.inputs import code_digests, data_digest, given_folder
 from schemas.base import Frozen, digest_of
 from schemas.batch import SafeName
@@ -41,6 +41,9 @@ from schemas.errors import (
     PipelineError,
     PlanError,
     QueryError,
+    RayLostError,
+    ResourcesError,
+    ServerLostError,
 )
 from schemas.step import EvalReport, RunSummary, comparable
 from tasks.assets import asset_at, describe, evaluation_of
@@ -48,7 +51,7 @@ from tasks.stage import operation
 
 _RESULT = "result.json"
 _ROUNDING = 1e-9  # 0.6 - 0.5 is less than 0.1
-_OF_VALUES = (NonFiniteError, PlanError, GpuMemoryError)  # that a run of a sweep stops at again, by its values
+_OF_SURROUNDINGS = (RayLostError, ResourcesError, ServerLostError)  # at which the next run would stop, too
 _PARAMETER = re.compile(r"\$([A-Za-z]\w*)")
 
 
@@ -162,23 +165,29 @@ async def _train_all(plan: PipelinePlan, name: str, turn: Turn) -> None:
     folder, stopped, training = open_folder(str(plan.folder)), list[PipelineError](), set[str]()
     queues = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by pool
 
-    async def train_one(run: PlannedRun) -> None:
-        async with slots, AsyncExitStack() as stack:
+    async def train_in_turn(run: PlannedRun) -> None:
+        async with AsyncExitStack() as stack:
             async with queues[run.config.runtime.pool]:  # so that each sees whether the one before it may train
                 await stack.enter_async_context(turn(run.config, shows_queue=not training))
             training.add(run.run_id)
             stack.callback(training.remove, run.run_id)
             get_run_logger().info("stage %s: run %s", name, run)
+            await call_through_outages(
+                lambda: _train_flow(run, is_one_of_several=len(waiting) > 1)(run.config, run.run_id),
+                run.config.services.prefect_patience_seconds,
+                partial(finished_summary, run.config, run.run_id),
+            )
+
+    async def train_one(run: PlannedRun) -> None:
+        async with slots:
+            if any(isinstance(error, _OF_SURROUNDINGS) for error in stopped):
+                return
             try:
-                await call_through_outages(
-                    lambda: _train_flow(run, is_one_of_several=len(waiting) > 1)(run.config, run.run_id),
-                    run.config.services.prefect_patience_seconds,
-                    partial(finished_summary, run.config, run.run_id),
-                )
+                await train_in_turn(run)
             except PipelineError as error:
                 if len(runs) == 1:
                     raise
-                if isinstance(error, _OF_VALUES):
+                if _is_of_values(error, run):
                     folder.write(_diverged(run), f"{type(error).__name__}: {error}".encode())
                     get_run_logger().warning("stage %s: %s is left out: %s", name, run, error)
                 else:
@@ -200,6 +209,13 @@ async def _train_all(plan: PipelinePlan, name: str, turn: Turn) -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_of_values(error: PipelineError, run: PlannedRun) -> bool:
+    """Return whether a run would stop at the same error again: a GPU that was full once, after a step, may be free."""
+    if isinstance(error, GpuMemoryError):
+        return not run.directory.metrics.num_steps()
+    return isinstance(error, NonFiniteError | PlanError)
 
 
 def _diverged(run: PlannedRun) -> str:
@@ -290,10 +306,14 @@ def _measure(plan: PipelinePlan, config: RunConfig, model: str, data_path: str) 
     from flows.evaluate import evaluate_model  # not at the top: torch is imported with these
     from infra.models.files import weights_digest
 
-    of = [config.model_dump_json(), code_digests(config), weights_digest(model) or model, data_digest(data_path)]
-    folder, name = open_folder(str(plan.folder)), f"gate-{digest_of(json.dumps(of))}.json"
-    if (report := read_record(folder, name, EvalReport, "remove it")) is None:
-        report = evaluate_model(config, model, data_path)
+    by, rows = [config.model_dump_json(), code_digests(config), installed_versions()], data_digest(data_path)
+    folder = open_folder(str(plan.folder))
+    name = f"gate-{digest_of(json.dumps([by, weights_digest(model) or model, rows]))}.json"
+    if (report := read_record(folder, name, EvalReport, "remove it")) is not None:
+        get_run_logger().info("gate: %s was evaluated before; remove %s/%s to evaluate it again", model, folder, name)
+        return report
+    report = evaluate_model(config, model, data_path)
+    if not report.num_failed:
         folder.write(name, report.model_dump_json().encode())
     return report
 

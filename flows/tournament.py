@@ -47,7 +47,6 @@ BUILT_IN = {path.stem: path for path in sorted(CONFIGS.glob("*.toml")) if not pa
 BUILT_IN_SECTIONS = ("advantage", "loss", "kl")
 # A short fork has not the steps that a profile names, and nobody is asked whether it may go on.
 UNATTENDED = ("runtime.profile_steps=[]", "approval.when=[]", "approval.on_failed_queries=false")
-_RATE = {"optim.lr", "optim.schedule"}
 CHILD = "from infra.processes import lifeline; lifeline.end_with_parent(); from flows.cli import main; main.main()"
 
 
@@ -69,7 +68,8 @@ class Tournament(Frozen):
     at: int  # how many of the run's steps the forks have
     fork_steps: int  # of the first round
     methods: dict[str, Method]
-    keeps_rates: bool = False  # of forks, see `_kept_rate`; those of earlier versions of Sluice decay in each round
+    # Of the run when the tournament was begun, see `_kept_rate`; None: an earlier Sluice began it, and rates decay.
+    num_steps: int | None = None
 
     def save(self, directory: RunDirectory) -> None:
         """Write it."""
@@ -208,8 +208,8 @@ def open_tournament(
         history = History(directory)
         at = max(history.possible_versions(), default=0) if at is None else at
         first, stop = steps or history.newest_steps(NUM_STEPS)
-        length = fork_steps or FORK_STEPS
-        found = Tournament(name=name, first=first, stop=stop, at=at, fork_steps=length, methods={}, keeps_rates=True)
+        sizes = {"fork_steps": fork_steps or FORK_STEPS, "num_steps": directory.config().steps}
+        found = Tournament(name=name, first=first, stop=stop, at=at, methods={}, **sizes)
     asked = {"--steps": steps, "--at": at, "--fork-steps": fork_steps}
     known = {"--steps": (found.first, found.stop), "--at": found.at, "--fork-steps": found.fork_steps}
     other = [option for option, value in asked.items() if value not in (None, known[option])]
@@ -261,17 +261,15 @@ def plan_forks(directory: RunDirectory, tournament: Tournament, names: Sequence[
         fork, method = tournament.fork_of(directory, name), tournament.methods[name]
         changes = (*method.overrides, *UNATTENDED, f"steps={tournament.at + tournament.fork_steps}")
         wanted = override_config(own, changes, directory.run_id)
-        decays = tournament.keeps_rates and wanted.optim.schedule != "constant"
+        if tournament.num_steps is not None and wanted.optim.schedule != "constant":
+            changes += _kept_rate(wanted, name, tournament.at, tournament.num_steps)
+            wanted = override_config(own, changes, directory.run_id)
         if not fork.exists:
-            changes += _kept_rate(wanted, name, tournament.at, own.steps) if decays else ()
             planned.append(plan_fork(directory, tournament.at, fork.run_id, overrides=changes))
             continue
         origin = load_fork(fork)
         is_it = origin is not None and (origin.run_id, origin.step) == (directory.run_id, tournament.at)
-        rejected = set(rejected_changes(wanted, fork.config())) - (
-            _RATE if decays else set()
-        )  # the run may be longer now
-        if not is_it or rejected:
+        if not is_it or rejected_changes(wanted, fork.config()):
             raise RunError(
                 f"run {fork.run_id} exists, and is no fork of {directory.run_id}@{tournament.at} with the settings of "
                 f"method {name}; remove it, or give --name for another tournament"
@@ -348,12 +346,16 @@ async def _halve(directory: RunDirectory, tournament: Tournament, methods: Seque
         if error := next((each for each in outcomes if isinstance(each, BaseException)), None):
             raise error
         for method in going:
-            if not (tournament.methods[method].failure or is_trained(forks[method], stop)):
-                raise RunError(
-                    f"run {forks[method].run_id}, a fork of the tournament, has {forks[method].metrics.num_steps()} of "
-                    f"{stop} steps, or not the evaluation after them, although it was trained: another process has "
-                    "changed it; once that has ended, the same command goes on"
-                )
+            if tournament.methods[method].failure or is_trained(forks[method], stop):
+                continue
+            done = forks[method].metrics.num_steps()
+            advice = "once that has ended, the same command goes on"
+            if done > stop:
+                advice = f"there is no evaluation after {stop}: remove that run, or leave its method out"
+            raise RunError(
+                f"run {forks[method].run_id}, a fork of the tournament, has {done} of {stop} steps, or not the "
+                f"evaluation after them, although it was trained: another process has changed it; {advice}"
+            )
         rounds.append(rank([_standing(tournament, each, forks[each], stop) for each in going], stop))
         going = tuple(standing.method for standing in rounds[-1].standings[: rounds[-1].num_kept])
     return tuple(rounds)

@@ -211,9 +211,7 @@ class RunEvent(Frozen):
     time: float  # Unix time
     reason: str = ""  # of a restart; of a fork, its parent
     versions: dict[str, str] = Field(default_factory=dict)  # of Sluice and its main dependencies, by distribution
-    device: Device | None = (
-        None  # of the workers, of a fork the parent's; None: an earlier version of Sluice
-    )
+    device: Device | None = None  # of the workers, of a fork the parent's; None: an earlier version of Sluice
 
 
 def mean_of(reports: Sequence[StepReport], metric: str) -> float | None:

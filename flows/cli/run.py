@@ -23,6 +23,7 @@ from schemas.errors import GateError, GpuMemoryError, RunStoppedError, RunTakenO
 
 TERMINATED = 128 + signal.SIGTERM
 Result = TypeVar("Result")
+_OF_A_GATE = {"gate.min_accuracy": "0.5", "gate.min_gain": "0", "gate.query": "'select true'"}  # what may refuse, eased
 
 
 def run_training(console: Console, config: RunConfig, run_id: str | None = None) -> None:
@@ -59,7 +60,8 @@ def run_pipeline(console: Console, plan: PipelinePlan, command: str) -> None:
 
     def explain(error: BaseException, was_terminated: bool) -> str | None:
         if isinstance(error, GateError):
-            return f"to promote it all the same, add the limit that it may have, e.g. gate.min_accuracy=0.5: {command}"
+            asked = " ".join(f"{key}={value}" for key, value in _OF_A_GATE.items() if key in str(error))
+            return f"to promote it all the same, change what refused it, e.g. {asked}: {command}"
         return None if isinstance(error, UserError) else f"continue with: {command}"
 
     result = run_to_end(lambda: pipeline(plan), plan.services, explain)
@@ -116,6 +118,10 @@ def _terminate(*_: object) -> None:
 
 def _was_terminated(error: BaseException | None) -> bool:
     """Return whether a SIGTERM caused an error, directly or as its cause or context."""
-    while error is not None and not isinstance(error, TerminationSignal | _Terminated):
+    seen = set[int]()
+    while error is not None and id(error) not in seen:  # errors may cause each other
+        if isinstance(error, TerminationSignal | _Terminated):
+            return True
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return error is not None
+    return False

@@ -246,7 +246,7 @@ def _forks_panel(directory: RunDirectory, known: Tournament, names: Sequence[str
         charts.append(line_chart("held-out accuracy", accuracies))
     text = "Each is a run of its own. Steps are counted from 1."
     configs = method_configs(directory, [known.methods[name] for name in names]).values()
-    if known.keeps_rates and any(config.optim.schedule != "constant" for config in configs):
+    if known.num_steps is not None and any(config.optim.schedule != "constant" for config in configs):
         text += (
             f" With a decaying optim.schedule, a fork keeps the learning rate that the run has after step {known.at}."
         )

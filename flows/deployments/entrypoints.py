@@ -331,8 +331,10 @@ async def _take_slot(name: str) -> AsyncExitStack:
             )
         )
     except ConcurrencySlotAcquisitionError as error:  # of any error of the request
-        raise error.__cause__ or error from None
-    return slot
+        failed = error.__cause__ or error
+    else:
+        return slot
+    raise failed  # outside of its handler, or each error would be the other one's cause
 
 
 async def _is_full(name: str) -> bool:

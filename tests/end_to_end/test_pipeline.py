@@ -101,7 +101,7 @@ def killed(place: Workplace, whole: Path) -> Path:
     (files / ".taught-x").mkdir()  # as of an export that was killed
     printed = place.sluice("pipeline", "pipe.toml", "--id", "killed", "gate.query=select false", exit_code=1)
     assert "GateError: killed-taught doesn't pass the gate of pipeline killed: gate.query is false" in printed
-    assert "to promote it all the same, add the limit that it may have, e.g. gate.min_accuracy=0.5: sluice" in printed
+    assert "to promote it all the same, change what refused it, e.g. gate.min_accuracy=0.5: sluice" in printed
     assert "sluice pipeline pipe.toml 'gate.query=select false' --id killed" in printed
     assert (files / "sft/config.json").stat() == trained
     return files

@@ -16,7 +16,7 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from flows.deployments.entrypoints import _plan
-from flows.pipeline import _accuracies, _failures, _find_best, _run_stage, _train_all, run_stages
+from flows.pipeline import _accuracies, _failures, _find_best, _is_of_values, _run_stage, _train_all, run_stages
 from flows.pipeline_plan import PipelinePlan, PlannedRun, _check_unchanged, load_pipeline, plan_pipeline
 from flows.recovery import find_or_create_run
 from infra.storage.driver_lock import file_lock
@@ -31,8 +31,9 @@ from schemas.errors import (
     QueryError,
     RewardFailureError,
     RunError,
+    ServerLostError,
 )
-from schemas.step import EvalReport, RunSummary
+from schemas.step import EvalReport, RunSummary, StepReport
 from tests.support.command import assert_rejected, make_command
 from tests.support.configs import config_toml
 from tests.support.sft import MARKED, sft_toml, write_sums
@@ -211,6 +212,52 @@ def test_the_best_run_is_that_of_the_best_evaluation_at_the_end_or_of_the_query(
         _find_best(stage.replace(best="select 'one-grpo-4'"), runs)
     with pytest.raises(QueryError, match="expected one value, got 3 rows of 1 columns"):
         _find_best(stage.replace(best="select run_id from runs"), runs)
+
+
+@pytest.mark.parametrize("is_of_turn", [False, True])
+def test_after_an_error_of_the_surroundings_no_further_run_of_a_sweep_begins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_of_turn: bool
+) -> None:
+    plan = planned("stages.grpo.sweep={seed=[0,1,2]}", "stages.grpo.max_runs=2")
+    plan.folder.mkdir(parents=True)
+    runs, trained, lost = plan.runs["grpo"], list[str](), asyncio.Event()
+
+    def lose() -> None:
+        lost.set()
+        raise ServerLostError("Prefect is away")
+
+    @asynccontextmanager
+    async def turn(config: RunConfig, **_: object) -> AsyncIterator[None]:
+        if is_of_turn and config == runs[1].config:
+            lose()
+        yield
+
+    def train_flow(run: PlannedRun, **_: object) -> Callable[..., Coroutine[None, None, None]]:
+        async def train(*_: object) -> None:
+            if run == runs[1]:
+                lose()
+            await lost.wait()
+            await asyncio.sleep(0)  # in which it would be cancelled
+            trained.append(run.run_id)
+
+        return train
+
+    monkeypatch.setattr("flows.pipeline._train_flow", train_flow)
+    monkeypatch.setattr("flows.pipeline.get_run_logger", logging.getLogger)
+    with pytest.raises(ServerLostError):
+        asyncio.run(_train_all(plan, "grpo", turn))
+    assert trained == [runs[0].run_id]
+
+
+def test_a_run_that_has_a_step_fits_its_gpu(folder: Path) -> None:
+    (run, *_) = planned("stages.grpo.sweep={seed=[0,1]}").runs["grpo"]
+    assert _is_of_values(GpuMemoryError("full"), run)
+    directory = RunDirectory.create(run.config, run.run_id)
+    directory.metrics.append_step(
+        StepReport(step=0, policy_version=1, metrics={"reward": 0.5}, seconds=1.0, seconds_by_phase={})
+    )
+    assert not _is_of_values(GpuMemoryError("full"), run)
+    assert _is_of_values(PlanError("nothing to train on"), run)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelling
 from prefect.utilities.engine import capture_sigterm
 
+from flows.cli.run import _was_terminated
 from flows.lifecycle.cancellation import Notice, cancellable, sigterm_only_told, terminable
 from flows.pipeline import _train_all
 from flows.pipeline_plan import PlannedRun
@@ -272,3 +273,11 @@ def test_work_that_can_be_done_later_is_cancelled_by_a_notice() -> None:
         return later.cancelled(), soon.result()
 
     assert asyncio.run(run()) == (True, 7)
+
+
+def test_errors_that_cause_each_other_end() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert not _was_terminated(first)
+    second.__cause__, first.__cause__ = None, TerminationSignal(signal.SIGTERM)
+    assert _was_terminated(first)

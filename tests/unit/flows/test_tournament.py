@@ -131,9 +131,16 @@ def test_forks_keep_the_rate_that_the_run_has_there(sluice: Command, schedule: s
     for fork in plan_forks(directory, known, ["own"]):
         make_fork(fork)
     directory.write_config(directory.config().replace(steps=16))  # as `sluice resume RUN steps=16` does
-    assert [fork.directory.run_id for fork in plan_forks(directory, known, names)] == ["demo-t-fast", "demo-t-warm"]
+    planned = plan_forks(directory, known, names)
+    assert [fork.directory.run_id for fork in planned] == ["demo-t-fast", "demo-t-warm"]
+    assert [fork.config.optim.lr for fork in planned] == [fast.optim.lr, warm.optim.lr]  # as if it had not got longer
+    other = known.with_method(known.methods["own"].replace(overrides=("optim.lr=2e-6",)))
+    with pytest.raises(
+        RunError, match="run demo-t-own exists, and is no fork of demo@2 with the settings of"
+    ):
+        plan_forks(directory, other, ["own"])
     shutil.rmtree("runs/demo-t-own")
-    before = known.replace(keeps_rates=False)  # as earlier versions of Sluice began it
+    before = known.replace(num_steps=None)  # as earlier versions of Sluice began it
     assert [fork.config.optim.schedule for fork in plan_forks(directory, before, names)] == [schedule] * 3
 
 
