@@ -135,9 +135,7 @@ def test_forks_keep_the_rate_that_the_run_has_there(sluice: Command, schedule: s
     assert [fork.directory.run_id for fork in planned] == ["demo-t-fast", "demo-t-warm"]
     assert [fork.config.optim.lr for fork in planned] == [fast.optim.lr, warm.optim.lr]  # as if it had not got longer
     other = known.with_method(known.methods["own"].replace(overrides=("optim.lr=2e-6",)))
-    with pytest.raises(
-        RunError, match="run demo-t-own exists, and is no fork of demo@2 with the settings of"
-    ):
+    with pytest.raises(RunError, match="run demo-t-own exists, and is no fork of demo@2 with the settings of"):
         plan_forks(directory, other, ["own"])
     shutil.rmtree("runs/demo-t-own")
     before = known.replace(num_steps=None)  # as earlier versions of Sluice began it
