@@ -59,8 +59,8 @@ def run_pipeline(console: Console, plan: PipelinePlan, command: str) -> None:
     """
 
     def explain(error: BaseException, was_terminated: bool) -> str | None:
-        if isinstance(error, GateError):
-            asked = " ".join(f"{key}={value}" for key, value in _OF_A_GATE.items() if key in str(error))
+        asked = " ".join(f"{key}={value}" for key, value in _OF_A_GATE.items() if key in str(error))
+        if isinstance(error, GateError) and asked:
             return f"to promote it all the same, change what refused it, e.g. {asked}: {command}"
         return None if isinstance(error, UserError) else f"continue with: {command}"
 
