@@ -198,6 +198,7 @@ def main(folder: Path, cases: list[Case]) -> None:
 
 
 def _fork(folder: Path, case: Case, rank: int) -> int:
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork of a process with threads may hang"
     if child := os.fork():
         return child
     try:
