@@ -26,7 +26,11 @@ from tests.support.policies import load_policy
 
 # Every tensor gets pages of its own, which go back to the system as soon as it is freed: the peak is of live tensors.
 # And Arrow's own allocator has no thread, with which a process must not be forked.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # resets VmHWM, see proc(5)
 
