@@ -184,6 +184,7 @@ def group() -> dist.ProcessGroup:
 
 def run_forked(functions: list[Callable[[], None]]) -> None:
     """Run each function in a process of its own, all at the same time."""
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork of a process with threads may hang"
     children = []
     for function in functions:
         if not (child := os.fork()):

@@ -1,6 +1,7 @@
 """Checkpoints of several ranks, and saves that are killed, in processes of their own (`checkpoint_processes`)."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from infra.checkpoints.store import CheckpointStore
 from tests.support import checkpoint_processes
 from tests.support.checkpoint_tensors import assert_equal, newest_version
+from tests.support.measured_memory import ENVIRONMENT
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +21,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of `checkpoint_processes`: saves and loads of two ranks, and killed saves."""
     folder = tmp_path_factory.mktemp("processes")
     command = [sys.executable, "-m", "tests.support.checkpoint_processes", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr
     return folder
