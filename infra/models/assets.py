@@ -12,7 +12,7 @@ from transformers.utils import CONFIG_NAME
 
 from rl_core.model_folder import load_config
 from schemas.config.model import ModelConfig
-from schemas.errors import ModelError
+from schemas.errors import ModelError, first_line
 
 # `tokenizer.model.v3` is Mistral's, `*.spm` and `*.bpe` are Marian's and GPT-2's.
 _PATTERNS = (
@@ -87,7 +87,7 @@ def _local_folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=[f"*{_INDEX}"]))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = first_line(error)
         raise ModelError(f"model.path {path}: its config and tokenizer can't be copied: {reason}") from error
 
 

@@ -501,13 +501,18 @@ def test_a_gain_is_between_evaluations_by_the_same_rows(folder: Path) -> None:
     assert [_accuracies(plan, run) for run in plan.runs["grpo"]] == [(0.7, 0.1), (0.7, None)]
 
 
-def test_a_sweep_whose_runs_are_evaluated_otherwise_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def write_two_runs(folder: Path) -> None:
+    """Write a pipeline with a sweep, its model and its data."""
     make_tiny_model(folder / "model")
     for name in ("train.parquet", "eval.parquet"):
         make_tiny_data(folder / name, 4)
     (folder / "pipe.toml").write_text(TWO_RUNS)
+
+
+def test_a_sweep_whose_runs_are_evaluated_otherwise_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_two_runs(folder)
     plan = planned()
     for number, run in enumerate(plan.runs["grpo"]):
         digest = evaluation_digest(run.config)
@@ -521,10 +526,7 @@ def test_a_sweep_whose_runs_are_evaluated_otherwise_is_refused(
 def test_a_sweep_over_what_is_measured_has_a_query_or_was_begun_before(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_tiny_model(folder / "model")
-    for name in ("train.parquet", "eval.parquet"):
-        make_tiny_data(folder / name, 4)
-    (folder / "pipe.toml").write_text(TWO_RUNS)
+    write_two_runs(folder)
     command, swept = make_command(monkeypatch, capsys), "stages.grpo.sweep={reward={kind=['exact','numeric']}}"
     passed = "gate.data_path: absent: no such file"  # the next thing that is checked
     overrides = (swept, "gate.data_path=absent")
